@@ -1,0 +1,1 @@
+"""Edit the KV cache of a language model."""

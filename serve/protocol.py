@@ -1,0 +1,367 @@
+"""The request types: what OpenAI's API takes, plus the `cache` object, checked at the door.
+
+Every fault raises `ApiError`, which names the parameter, its value and the remedy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvfunc.policies import Policy, Schedule, rolling_tool_outputs
+
+from .errors import ApiError, first_fault, invalid, shown, unsupported
+from .interface import Sampling
+
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOGPROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+
+
+class _Strict(BaseModel):
+    """Keys it does not know are ignored, as by other servers; types are not bent."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Part(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(_Strict):
+    """A call of a tool."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(_Strict):
+    """One entry of an assistant message's `tool_calls`."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(_Strict):
+    """One message; the template gets it as it was sent."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ToolFunction(_Strict):
+    """What a tool does, in JSON schema; the template gets it as it was sent."""
+
+    name: str
+
+
+class Tool(_Strict):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class StreamOptions(_Strict):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class PolicyChoice(_Closed):
+    """The `cache.policy` object."""
+
+    type: Literal["rolling_tool_outputs"]
+    keep: Annotated[int, Field(ge=1)] = 12
+    reposition_above_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class Cache(_Closed):
+    """The `cache` object (api.md)."""
+
+    drop: dict[str, Any] | None = None
+    reposition: list[Any] | None = None
+    policy: PolicyChoice | None = None
+    salt: str | None = None
+    explain: bool | None = None
+    exact: bool | None = None  # everything is exact in this version
+    drop_thinking: bool | None = None
+
+
+StopString = Annotated[str, Field(min_length=1)]
+
+
+class Request(_Strict):
+    """What both kinds of completion share."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache: Cache | None = None
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> Request:
+        """Check a request's JSON object."""
+        _check_neutral(body)
+        _check_unbuilt_cache(body.get("cache"))
+        try:
+            request = cls.model_validate(body)
+        except ValidationError as error:
+            raise first_fault(error, body) from None
+        if request.stream_options is not None and not request.stream:
+            raise invalid("stream_options", body["stream_options"],
+                          'it goes with "stream": true; set that or leave it out')
+        return request
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The texts that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def salt(self) -> str:
+        """The cache namespace."""
+        return (self.cache and self.cache.salt) or ""
+
+    @property
+    def explain(self) -> bool:
+        """Whether the plan is wanted instead of an answer."""
+        return bool(self.cache and self.cache.explain)
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream ends with the counters: asked for, or implied by any cache field."""
+        asked = bool(self.stream_options and self.stream_options.include_usage)
+        return asked or bool(self.model_fields_set & {"cache", *AKV_FIELDS})
+
+    def _sampling(self, logprobs: int | None) -> Sampling:
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")}
+        return Sampling(top_k=max(self.top_k or 0, 0), seed=self.seed, logprobs=logprobs,
+                        **{name: float(v) for name, v in given.items() if v is not None})
+
+
+AKV_FIELDS = ("drop_message", "drop_rule", "reposition")
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    drop_message: dict[str, Any] | None = None
+    drop_rule: dict[str, Any] | None = None
+    reposition: list[Any] | None = None
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> ChatRequest:
+        """Check a request's JSON object."""
+        request = super().parse(body)
+        for index, message in enumerate(body["messages"]):
+            _check_message(message, f"messages[{index}]")
+        if request.top_logprobs and not request.logprobs:
+            raise invalid("top_logprobs", request.top_logprobs,
+                          'it goes with "logprobs": true; set that or leave it out')
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in (request.chat_template_kwargs or ()):
+                raise invalid(f"chat_template_kwargs.{name}", request.chat_template_kwargs[name],
+                              "the server sets it; leave it out")
+        return request
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens to generate, None for as many as there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return self._sampling((self.top_logprobs or 0) if self.logprobs else None)
+
+    def edits(self) -> Schedule | Policy | None:
+        """The events asked for, in whichever spelling: written out, or left to a policy."""
+        cache = self.cache or Cache()
+        given = {f"cache.{name}": value for name in ("drop", "reposition", "policy")
+                 if (value := getattr(cache, name)) is not None}
+        akv = {name: value for name in AKV_FIELDS if (value := getattr(self, name)) is not None}
+        if given and akv:
+            raise ApiError(f"{', '.join(given)} and {', '.join(akv)} are two spellings of events "
+                           "in one request: use one of them", param=next(iter(akv)),
+                           code="invalid_value")
+        if cache.policy is not None:
+            if len(given) > 1:
+                raise ApiError("cache.policy derives the events itself: leave out cache.drop and "
+                               "cache.reposition, or the policy", param="cache.policy",
+                               code="invalid_value")
+            return rolling_tool_outputs(cache.policy.keep, cache.policy.reposition_above_tokens)
+        if not given and not akv:
+            return None
+        prefix = "" if akv else "cache."
+        drop_param, drop = self._akv_drop() if akv else ("cache.drop", cache.drop)
+        reposition = self.reposition if akv else cache.reposition
+        return Schedule(_read_drop(drop or {}, drop_param),
+                        _read_reposition(reposition or [], f"{prefix}reposition",
+                                         len(self.messages)))
+
+    def _akv_drop(self) -> tuple[str, Any]:
+        if self.drop_rule is None:
+            return "drop_message", self.drop_message
+        if self.drop_message is not None:
+            raise ApiError("drop_message and drop_rule are two spellings of one thing: use one",
+                           param="drop_rule", code="invalid_value")
+        kind = self.drop_rule.get("type")
+        if kind in ("text_drop", "keep_text_drop", "thinking_drop"):
+            raise unsupported("drop_rule.type", kind, "use message_drop")
+        if kind != "message_drop":
+            raise invalid("drop_rule.type", kind, "use message_drop")
+        for name in self.drop_rule.keys() - {"type", "drop_messages"}:
+            raise invalid(f"drop_rule.{name}", self.drop_rule[name],
+                          "message_drop takes drop_messages only; leave it out",
+                          "unknown_parameter")
+        drop = self.drop_rule.get("drop_messages")
+        if not isinstance(drop, dict):
+            raise invalid("drop_rule.drop_messages", drop, 'give an object such as {"3": [1, 2]}')
+        return "drop_rule.drop_messages", drop
+
+
+TokenId = Annotated[int, Field(ge=0)]
+Prompt = (str | Annotated[list[str], Field(min_length=1)]
+          | Annotated[list[TokenId], Field(min_length=1)]
+          | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)])
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> CompletionRequest:
+        """Check a request's JSON object."""
+        cache = body.get("cache")
+        fields = {f"cache.{name}": value for name, value in cache.items()
+                  if name not in ("salt", "exact")} if isinstance(cache, dict) else {}
+        for param, value in {**fields, **{name: body.get(name) for name in AKV_FIELDS}}.items():
+            if value is not None:
+                raise invalid(param, value, "it speaks of messages; use /v1/chat/completions")
+        return super().parse(body)
+
+    @property
+    def prompts(self) -> dict[str, str | list[int]]:
+        """One prompt per choice, in order, each by the parameter that holds it."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return {"prompt": self.prompt}
+        return {f"prompt[{place}]": prompt for place, prompt in enumerate(self.prompt)}
+
+    @property
+    def token_limit(self) -> int:
+        """The most tokens to generate."""
+        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return self._sampling(self.logprobs)
+
+
+# Parameters that would change the answer and are not built: the values that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
+    "logit_bias": ({},), "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},),
+    "functions": ([],), "add_generation_prompt": (True,), "continue_final_message": (False,),
+}
+
+
+def _check_neutral(body: dict[str, Any]) -> None:
+    for name, allowed in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and not any(
+                value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+                for neutral in allowed):
+            raise unsupported(name, value, f"send {' or '.join(map(shown, allowed))}, or leave "
+                                           "it out")
+
+
+def _check_unbuilt_cache(cache: Any) -> None:
+    if isinstance(cache, dict) and cache.get("drop_thinking"):
+        raise unsupported("cache.drop_thinking", cache["drop_thinking"], "leave it out")
+
+
+def _check_message(message: dict[str, Any], param: str) -> None:
+    if "content" not in message and not message.get("tool_calls"):
+        raise ApiError(f"{param}.content is missing: give a string, a list of text parts or null",
+                       param=f"{param}.content", code="missing_required_parameter")
+    if isinstance(message.get("content"), list):
+        for index, part in enumerate(message["content"]):
+            if part.get("cache") is not None:
+                raise unsupported(f"{param}.content[{index}].cache", part["cache"], "leave it out")
+
+
+def _read_drop(drop: dict[str, Any], param: str) -> dict[int, tuple[int, ...]]:
+    read = {}
+    for key, ids in drop.items():
+        at = f"{param}[{shown(key)}]"
+        trigger = _index(key, at)
+        if not isinstance(ids, list):
+            raise invalid(at, ids, "give a list of message indices")
+        read[trigger] = tuple(_dropped(value, trigger, f"{at}[{place}]")
+                              for place, value in enumerate(ids))
+    return read
+
+
+def _dropped(value: Any, trigger: int, param: str) -> int:
+    if isinstance(value, dict):
+        raise unsupported(param, value, "give the index of a whole message, not a part of one")
+    index = _index(value, param)
+    if index > trigger:
+        raise invalid(param, value, f"message {trigger} cannot drop a later message; give an index "
+                                    f"up to {trigger}, or use a later trigger")
+    return index
+
+
+def _index(value: Any, param: str) -> int:
+    """A message index: an integer, an integral float or a canonical decimal string."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, str) and re.fullmatch("0|[1-9][0-9]{0,18}", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise invalid(param, value, "give a message index: an integer from 0 without leading zeros")
+    return value
+
+
+def _read_reposition(reposition: Iterable[Any], param: str, messages: int) -> tuple[int, ...]:
+    before = -1
+    for place, value in enumerate(reposition):
+        at = f"{param}[{place}]"
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < messages:
+            raise invalid(at, value, f"give the index of a message, 0 to {messages - 1}")
+        if value <= before:
+            raise invalid(at, value, f"indices must increase strictly, and {before} stands before")
+        before = value
+    return tuple(reposition)

@@ -1,0 +1,158 @@
+"""The JSON objects of OpenAI's API: answers, stream chunks, log-probabilities, usage."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from .answer import Step
+from .interface import Token
+from .text import Piece, Placed
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+Json = dict[str, Any]
+
+
+class Reply:
+    """One answer's objects; the two APIs differ in a choice's shape only."""
+
+    PREFIX: ClassVar[str]
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool):
+        self._head = {"id": self.PREFIX + uuid.uuid4().hex, "created": int(time.time()),
+                      "model": model}
+        self._tokenizer = tokenizer
+        self._wants_logprobs = logprobs
+
+    def whole(self, steps: Sequence[Step], warnings: Sequence[str]) -> Json:
+        """The answer in one piece."""
+        choices = []
+        for last in (step for step in steps if step.finish_reason):
+            pieces = [step.piece for step in steps if step.choice == last.choice]
+            whole = Piece("".join(piece.text for piece in pieces),
+                          tuple(token for piece in pieces for token in piece.tokens))
+            choices.append({"index": last.choice, **self._content(whole),
+                            "logprobs": self._logprobs(whole.tokens),
+                            "finish_reason": last.finish_reason})
+        return {**self._head, "object": self.WHOLE, "choices": choices,
+                "usage": usage(steps), **_warned(warnings)}
+
+    def chunks(self, step: Step, first: bool) -> list[list[Json]]:
+        """The chunks' `choices` for one step: any number, the last with the finish reason."""
+        made = []
+        if first:
+            made += self._opening()
+        if step.piece.text or (self._wants_logprobs and step.piece.tokens):
+            made.append({**self._delta(step.piece.text),
+                         "logprobs": self._logprobs(step.piece.tokens), "finish_reason": None})
+        if step.finish_reason:
+            made.append({**self._delta(""), "logprobs": None, "finish_reason": step.finish_reason})
+        return [[{"index": step.choice, **choice}] for choice in made]
+
+    def chunk(self, choices: list[Json], **more: Any) -> Json:
+        """A stream's chunk."""
+        return {**self._head, "object": self.CHUNK, "choices": choices, **more}
+
+    def _opening(self) -> list[Json]:
+        raise NotImplementedError
+
+    def _content(self, piece: Piece) -> Json:
+        raise NotImplementedError
+
+    def _delta(self, text: str) -> Json:
+        raise NotImplementedError
+
+    def _logprobs(self, tokens: Iterable[Placed]) -> Json | None:
+        raise NotImplementedError
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special=False)
+
+
+class ChatReply(Reply):
+    """An answer of /v1/chat/completions."""
+
+    PREFIX, WHOLE, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _opening(self) -> list[Json]:
+        return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None,
+                 "finish_reason": None}]
+
+    def _content(self, piece: Piece) -> Json:
+        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+
+    def _delta(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def _logprobs(self, tokens: Iterable[Placed]) -> Json | None:
+        if not self._wants_logprobs:
+            return None
+        return {"content": [
+            {**self._entry(placed.token.id, placed.token.logprob),
+             "top_logprobs": [self._entry(*alternative) for alternative in placed.token.top]}
+            for placed in tokens], "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float | None) -> Json:
+        text = self._text(token_id)
+        whole = "\ufffd" not in text  # else the token is not a whole number of characters
+        return {"token": text, "logprob": _finite(logprob),
+                "bytes": list(text.encode()) if whole else None}
+
+
+class CompletionReply(Reply):
+    """An answer of /v1/completions."""
+
+    PREFIX, WHOLE, CHUNK = "cmpl-", "text_completion", "text_completion"
+
+    def _opening(self) -> list[Json]:
+        return []
+
+    def _content(self, piece: Piece) -> Json:
+        return {"text": piece.text}
+
+    def _delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def _logprobs(self, tokens: Iterable[Placed]) -> Json | None:
+        if not self._wants_logprobs:
+            return None
+        tokens = list(tokens)
+        return {"tokens": [self._text(placed.token.id) for placed in tokens],
+                "token_logprobs": [_finite(placed.token.logprob) for placed in tokens],
+                "top_logprobs": [self._top(placed.token) for placed in tokens],
+                "text_offset": [placed.offset for placed in tokens]}
+
+    def _top(self, token: Token) -> dict[str, float]:
+        return {self._text(token_id): _finite(logprob)
+                for token_id, logprob in (*token.top, (token.id, token.logprob))}
+
+
+def usage(steps: Iterable[Step]) -> Json:
+    """OpenAI's `usage`, summed over choices, with the counters of semantics.md."""
+    done = [step for step in steps if step.finish_reason]
+    prompt = sum(step.usage.prompt_tokens for step in done)
+    generated = sum(step.generated for step in done)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(step.usage.cached_tokens for step in done),
+            "repos_tokens": sum(step.usage.repos_tokens for step in done),
+            "drop_skipped_tokens": sum(step.usage.drop_skipped_tokens for step in done),
+            "approximate_tokens": sum(step.usage.approximate_tokens for step in done),
+        },
+    }
+
+
+def _warned(warnings: Sequence[str]) -> Json:
+    return {"warnings": list(warnings)} if warnings else {}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(float(logprob), LOWEST_LOGPROB)

@@ -1,0 +1,53 @@
+"""The official client against the server."""
+
+import openai
+import pytest
+
+
+@pytest.fixture
+def client(served):
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0,
+                       http_client=http) as made:
+        yield made
+
+
+def test_openais_client_reads_answers(served, client):
+    message = {"role": "user", "content": "hi"}
+    answer = client.chat.completions.create(model="fake", messages=[message], logprobs=True,
+                                            extra_body={"cache": {"salt": "t"}})
+    assert answer.choices[0].message.content == "hello"
+    assert answer.choices[0].logprobs.content[0].token == "h"
+    assert answer.usage.prompt_tokens_details.cached_tokens == 23
+    assert answer.usage.prompt_tokens_details.repos_tokens == 0
+    assert client.completions.create(model="fake", prompt="x").choices[0].text == "hello"
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+
+
+def test_openais_client_reads_streams(served, client):
+    with client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "hi"}], stream=True,
+            stream_options={"include_usage": True}) as stream:
+        *chunks, last = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert last.usage.prompt_tokens_details.drop_skipped_tokens == 0
+    with client.completions.create(model="fake", prompt="x", stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == "hello"
+
+
+def test_openais_client_reads_errors(served, client):
+    def ask(**fields):
+        return client.chat.completions.create(**{
+            "model": "fake", "messages": [{"role": "user", "content": "hi"}], **fields})
+
+    with pytest.raises(openai.BadRequestError, match="temperature is 3") as raised:
+        ask(temperature=3)
+    assert (raised.value.param, raised.value.code) == ("temperature", "invalid_value")
+    with pytest.raises(openai.NotFoundError):
+        ask(model="other")
+    served.engine.say("ab", RuntimeError("boom"))
+    with pytest.raises(openai.APIError, match="the server failed"), ask(stream=True) as stream:
+        list(stream)

@@ -1,0 +1,347 @@
+import json
+
+import pytest
+
+from kvfunc.policies import Schedule
+from kvfunc.serve.errors import ApiError, read_json
+from kvfunc.serve.interface import Sampling
+from kvfunc.serve.protocol import ChatRequest, CompletionRequest
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"}, {"role": "user", "content": "d"}]
+
+
+def chat(**fields):
+    return ChatRequest.parse({"messages": MESSAGES, **fields})
+
+
+def edits(**fields):
+    return chat(**fields).edits()
+
+
+def fault(call, *arguments, **fields) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        call(*arguments, **fields)
+    assert raised.value.status == 400
+    return raised.value
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("body, said", [
+    (b"{", "Expecting property name"),
+    (b'{"temperature": NaN}', "NaN is not a JSON number"),
+    (b'{"drop": {"3": [1], "3": [2]}}', 'the key "3" stands twice'),
+    (b'{"salt": "\\ud800"}', "surrogates not allowed"),
+    (b'{"salt": "\xed\xa0\x80"}', "can't decode byte"),
+    (b'{"salt": "\xff"}', "can't decode byte"),
+    (b"[" * 100_000, "recursion"),
+    (b"9" * 5000, "limit"),
+])
+def test_a_body_that_is_not_json_is_refused(body, said):
+    refused = fault(read_json, body)
+    assert said in str(refused)
+    assert refused.code == "invalid_json"
+
+
+def test_a_body_that_is_no_object_is_refused():
+    assert str(fault(read_json, b"[1]")) == "the body is [1]: send a JSON object"
+
+
+# OpenAI's parameters
+
+
+def test_defaults_are_openais():
+    request = chat()
+    assert request.sampling == Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None,
+                                        logprobs=None)
+    assert (request.token_limit, request.stop_strings, request.salt) == (None, (), "")
+    assert not request.explain
+    assert request.edits() is None
+
+
+def test_null_means_left_out():
+    names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens",
+             "max_completion_tokens", "logprobs", "top_logprobs", "stream", "stream_options",
+             "tools", "tool_choice", "chat_template_kwargs", "n", "logit_bias", "presence_penalty",
+             "response_format", "cache", "drop_message", "drop_rule", "reposition")
+    request = chat(**dict.fromkeys(names))
+    assert request.sampling == chat().sampling
+    assert request.edits() is None
+
+
+def test_parameters_reach_the_sampler():
+    request = chat(temperature=0, top_p=0.5, top_k=-1, min_p=0.25, seed=7, logprobs=True,
+                   top_logprobs=3, stop="x", max_tokens=5)
+    assert request.sampling == Sampling(0.0, 0.5, 0, 0.25, 7, 3)
+    assert (request.token_limit, request.stop_strings) == (5, ("x",))
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(max_tokens=5, max_completion_tokens=6).token_limit == 6
+    assert chat(stop=["x", "y"]).stop_strings == ("x", "y")
+
+
+@pytest.mark.parametrize("fields, param, said", [
+    ({"temperature": 3}, "temperature", "temperature is 3: input should be less than or equal"),
+    ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+    ({"temperature": "1"}, "temperature", 'temperature is "1": input should be a valid number'),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+    ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({"top_k": 1.5}, "top_k", "valid integer"),
+    ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+    ({"seed": 2**63}, "seed", "less than 9223372036854775808"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": True}, "max_tokens", "max_tokens is true: input should be a valid integer"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+    ({"stop": ""}, "stop", 'stop is "": string should have at least 1 character'),
+    ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+    ({"stop": 5}, "stop", "valid string or input should be a valid list"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", '"stream": true'),
+    ({"logprobs": 3}, "logprobs", "valid boolean"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"top_logprobs": 2}, "top_logprobs", '"logprobs": true'),
+    ({"model": 3}, "model", "valid string"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", "the server sets it"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+    ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "'function'"),
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": None}, "messages", "valid list"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role", "is missing"),
+    ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "'assistant'"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid string or"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
+     "messages[0].content[0].type", "should be 'text'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+     "messages[0].content[0].text", "is missing"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+     "messages[0].tool_calls[0].function.name", "is missing"),
+])
+def test_a_bad_value_is_named_with_its_remedy(fields, param, said):
+    refused = fault(chat, **fields)
+    assert refused.param == param
+    assert said in str(refused)
+    assert str(refused).startswith(param)
+
+
+@pytest.mark.parametrize("fields, remedy", [
+    ({"n": 2}, "send 1, or"), ({"n": True}, "send 1, or"), ({"echo": True}, "send false, or"),
+    ({"best_of": 3}, "send 1, or"), ({"suffix": "x"}, 'send "", or'),
+    ({"presence_penalty": 0.5}, "send 0, or"), ({"frequency_penalty": -1}, "send 0, or"),
+    ({"repetition_penalty": 1.1}, "send 1, or"), ({"logit_bias": {"5": 1}}, "send {}, or"),
+    ({"tool_choice": "required"}, 'send "auto" or "none", or'),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 'send "auto" or "none", or'),
+    ({"response_format": {"type": "json_object"}}, 'send {"type": "text"}, or'),
+    ({"functions": [{"name": "f"}]}, "send [], or"),
+    ({"continue_final_message": True}, "send false, or"),
+    ({"add_generation_prompt": False}, "send true, or"),
+])
+def test_what_would_change_the_answer_and_is_not_built_is_refused(fields, remedy):
+    refused = fault(chat, **fields)
+    (name,) = fields
+    assert (refused.param, refused.code) == (name, "unsupported_value")
+    assert f"not supported yet; {remedy} leave it out" in str(refused)
+
+
+def test_neutral_values_and_unknown_parameters_are_accepted():
+    request = chat(n=1, echo=False, presence_penalty=0.0, frequency_penalty=0, logit_bias={},
+                   tool_choice="none", response_format={"type": "text"}, user="u", store=True,
+                   metadata={"a": "b"}, parallel_tool_calls=True, service_tier="auto")
+    assert request.edits() is None
+
+
+def test_null_content_and_parts_and_tool_calls_are_messages():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat(messages=[{"role": "user", "content": None},
+                   {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                   {"role": "assistant", "tool_calls": [call]},
+                   {"role": "assistant", "content": None, "tool_calls": [call]},
+                   {"role": "tool", "content": "x", "tool_call_id": "1", "name": "f"}])
+
+
+def test_real_agent_runs_are_accepted(agent_runs):
+    for line in agent_runs.read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        assert len(ChatRequest.parse({"messages": messages}).messages) == len(messages)
+
+
+# The cache object
+
+
+def test_drop_takes_integers_integral_floats_and_canonical_strings():
+    drop = {"3": [1, 2.0, "0"], "2": [2], "9": [7]}
+    assert edits(cache={"drop": drop, "reposition": [0, 3]}) == Schedule(
+        {3: (1, 2, 0), 2: (2,), 9: (7,)}, (0, 3))
+    assert edits(cache={"drop": {str(2**63 - 1): [3]}}) == Schedule({2**63 - 1: (3,)})
+
+
+@pytest.mark.parametrize("cache, param, said", [
+    ({"drop": {"03": [1]}}, 'cache.drop["03"]', "without leading zeros"),
+    ({"drop": {"-1": [1]}}, 'cache.drop["-1"]', "an integer from 0"),
+    ({"drop": {"x": [1]}}, 'cache.drop["x"]', "an integer from 0"),
+    ({"drop": {"3.0": [1]}}, 'cache.drop["3.0"]', "an integer from 0"),
+    ({"drop": {"٣": [1]}}, 'cache.drop["٣"]', "an integer from 0"),
+    ({"drop": {str(2**63): [1]}}, f'cache.drop["{2**63}"]', "an integer from 0"),
+    ({"drop": {"9" * 30: [1]}}, f'cache.drop["{"9" * 30}"]', "an integer from 0"),
+    ({"drop": {"3": 1}}, 'cache.drop["3"]', "give a list of message indices"),
+    ({"drop": {"3": [True]}}, 'cache.drop["3"][0]', 'cache.drop["3"][0] is true: give a message'),
+    ({"drop": {"3": [1, "02"]}}, 'cache.drop["3"][1]', "without leading zeros"),
+    ({"drop": {"3": [1.5]}}, 'cache.drop["3"][0]', "an integer from 0"),
+    ({"drop": {"3": [float("inf")]}}, 'cache.drop["3"][0]', "an integer from 0"),
+    ({"drop": {"3": [-1]}}, 'cache.drop["3"][0]', "an integer from 0"),
+    ({"drop": {"3": [None]}}, 'cache.drop["3"][0]', "an integer from 0"),
+    ({"drop": {"3": [4]}}, 'cache.drop["3"][0]', "message 3 cannot drop a later message"),
+    ({"drop": {"8": [9]}}, 'cache.drop["8"][0]', "message 8 cannot drop a later message"),
+    ({"drop": {"3": [{"message": 1, "text": "a"}]}}, 'cache.drop["3"][0]', "not supported yet"),
+    ({"drop": [1]}, "cache.drop", "dictionary"),
+    ({"reposition": [4]}, "cache.reposition[0]", "0 to 3"),
+    ({"reposition": [-1]}, "cache.reposition[0]", "0 to 3"),
+    ({"reposition": [True]}, "cache.reposition[0]", "0 to 3"),
+    ({"reposition": [1.0]}, "cache.reposition[0]", "0 to 3"),
+    ({"reposition": ["1"]}, "cache.reposition[0]", "0 to 3"),
+    ({"reposition": [2, 2]}, "cache.reposition[1]", "increase strictly, and 2 stands before"),
+    ({"reposition": [2, 1]}, "cache.reposition[1]", "increase strictly"),
+    ({"reposition": 3}, "cache.reposition", "valid list"),
+    ({"policy": "rolling"}, "cache.policy", "valid dictionary"),
+    ({"policy": {"type": "other"}}, "cache.policy.type", "'rolling_tool_outputs'"),
+    ({"policy": {}}, "cache.policy.type", "is missing"),
+    ({"policy": {"type": "rolling_tool_outputs", "keep": 0}}, "cache.policy.keep", "equal to 1"),
+    ({"policy": {"type": "rolling_tool_outputs", "keep": "2"}}, "cache.policy.keep", "integer"),
+    ({"policy": {"type": "rolling_tool_outputs", "reposition_above_tokens": -1}},
+     "cache.policy.reposition_above_tokens", "equal to 0"),
+    ({"policy": {"type": "rolling_tool_outputs", "n": 1}}, "cache.policy.n", "no such parameter"),
+    ({"policy": {"type": "rolling_tool_outputs"}, "drop": {}}, "cache.policy", "leave out"),
+    ({"policy": {"type": "rolling_tool_outputs"}, "reposition": []}, "cache.policy", "leave out"),
+    ({"salt": 5}, "cache.salt", "valid string"),
+    ({"explain": 1}, "cache.explain", "valid boolean"),
+    ({"exact": "no"}, "cache.exact", "valid boolean"),
+    ({"drop_thinking": True}, "cache.drop_thinking", "not supported yet"),
+    ({"share": "a"}, "cache.share", "no such parameter"),
+    ({"drops": {}}, "cache.drops", "no such parameter"),
+    ([], "cache", "valid dictionary"),
+])
+def test_a_bad_cache_field_is_named_with_its_remedy(cache, param, said):
+    refused = fault(edits, cache=cache)
+    assert refused.param == param
+    assert said in str(refused)
+
+
+def test_a_shared_text_part_is_not_supported_yet():
+    part = {"type": "text", "text": "a", "cache": {"share": "name"}}
+    refused = fault(chat, messages=[{"role": "user", "content": [part]}])
+    assert refused.param == "messages[0].content[0].cache"
+    assert "not supported yet" in str(refused)
+
+
+def test_salt_explain_and_exact_are_read():
+    request = chat(cache={"salt": "t", "explain": True, "exact": True, "drop_thinking": False})
+    assert (request.salt, request.explain, request.edits()) == ("t", True, None)
+
+
+def test_a_policy_becomes_a_function_of_the_history():
+    policy = edits(cache={"policy": {"type": "rolling_tool_outputs", "keep": 1}})
+    assert policy([]) == Schedule()
+
+
+# The AKV spelling
+
+
+@pytest.mark.parametrize("fields", [
+    {"drop_message": {"3": [1, 2]}, "reposition": [3]},
+    {"drop_rule": {"type": "message_drop", "drop_messages": {"3": [1, 2]}}, "reposition": [3]},
+    {"drop_message": {"3": [1, 2]}, "reposition": [3], "cache": {"salt": "t"}},
+    {"cache": {"drop": {"3": [1, 2]}, "reposition": [3]}},
+])
+def test_both_spellings_say_the_same(fields):
+    assert edits(**fields) == Schedule({3: (1, 2)}, (3,))
+
+
+@pytest.mark.parametrize("fields, param, said", [
+    ({"drop_message": {"03": [1]}}, 'drop_message["03"]', "leading zeros"),
+    ({"drop_message": [1]}, "drop_message", "dictionary"),
+    ({"reposition": [3, 2]}, "reposition[1]", "increase strictly"),
+    ({"reposition": {}}, "reposition", "valid list"),
+    ({"drop_message": {}, "drop_rule": {"type": "message_drop"}}, "drop_rule", "use one"),
+    ({"drop_rule": {"type": "text_drop"}}, "drop_rule.type", "not supported yet"),
+    ({"drop_rule": {"type": "keep_text_drop"}}, "drop_rule.type", "not supported yet"),
+    ({"drop_rule": {"type": "thinking_drop"}}, "drop_rule.type", "not supported yet"),
+    ({"drop_rule": {"type": "other"}}, "drop_rule.type", "use message_drop"),
+    ({"drop_rule": {}}, "drop_rule.type", "use message_drop"),
+    ({"drop_rule": {"type": "message_drop"}}, "drop_rule.drop_messages", "give an object"),
+    ({"drop_rule": {"type": "message_drop", "drop_messages": {}, "_x": 1}}, "drop_rule._x",
+     "leave it out"),
+    ({"drop_rule": {"type": "message_drop", "drop_messages": {"3": [4]}}},
+     'drop_rule.drop_messages["3"][0]', "later message"),
+    ({"drop_message": {}, "cache": {"drop": {}}}, "drop_message", "two spellings"),
+    ({"reposition": [1], "cache": {"drop": {"1": [0]}}}, "reposition", "two spellings"),
+    ({"drop_message": {}, "cache": {"policy": {"type": "rolling_tool_outputs"}}}, "drop_message",
+     "two spellings"),
+])
+def test_a_bad_akv_field_is_named_with_its_remedy(fields, param, said):
+    refused = fault(edits, **fields)
+    assert refused.param == param
+    assert said in str(refused)
+
+
+@pytest.mark.parametrize("fields, wants", [
+    ({}, False), ({"stream_options": {"include_usage": True}}, True), ({"cache": {}}, True),
+    ({"cache": None}, True), ({"drop_message": None}, True), ({"reposition": []}, True),
+    ({"stream_options": {}}, False),
+])
+def test_a_cache_field_brings_the_usage_chunk(fields, wants):
+    assert chat(stream=True, **fields).wants_usage_chunk is wants
+
+
+# /v1/completions
+
+
+def test_a_prompt_is_text_or_token_ids_or_several_of_either():
+    def prompts(prompt):
+        return CompletionRequest.parse({"prompt": prompt}).prompts
+
+    assert prompts("a") == {"prompt": "a"}
+    assert prompts(["a", "b"]) == {"prompt[0]": "a", "prompt[1]": "b"}
+    assert prompts([1, 2]) == {"prompt": [1, 2]}
+    assert prompts([[1, 2], [3]]) == {"prompt[0]": [1, 2], "prompt[1]": [3]}
+
+
+def test_sixteen_tokens_unless_told_otherwise():
+    assert CompletionRequest.parse({"prompt": "a"}).token_limit == 16
+    assert CompletionRequest.parse({"prompt": "a", "max_tokens": 3}).token_limit == 3
+    assert CompletionRequest.parse({"prompt": "a", "logprobs": 2}).sampling.logprobs == 2
+
+
+@pytest.mark.parametrize("fields, param, said", [
+    ({}, "prompt", "is missing"),
+    ({"prompt": 5}, "prompt", "valid string or"),
+    ({"prompt": []}, "prompt", "at least 1 item"),
+    ({"prompt": [[]]}, "prompt[0]", "at least 1 item"),
+    ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
+    ({"prompt": [True]}, "prompt[0]", "valid integer"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
+    ({"prompt": "a", "echo": True}, "echo", "not supported yet"),
+    ({"prompt": "a", "cache": {"drop": {"0": [0]}}}, "cache.drop", "/v1/chat/completions"),
+    ({"prompt": "a", "cache": {"explain": True}}, "cache.explain", "/v1/chat/completions"),
+    ({"prompt": "a", "drop_message": {"0": [0]}}, "drop_message", "/v1/chat/completions"),
+])
+def test_a_bad_completion_is_named_with_its_remedy(fields, param, said):
+    refused = fault(CompletionRequest.parse, fields)
+    assert refused.param == param
+    assert said in str(refused)
+
+
+def test_the_envelope_is_openais():
+    refused = fault(chat, temperature=3)
+    assert json.loads(json.dumps(refused.body())) == {"error": {
+        "message": "temperature is 3: input should be less than or equal to 2",
+        "type": "invalid_request_error", "param": "temperature", "code": "invalid_value"}}
+
+
+def test_long_values_are_cut():
+    refused = fault(chat, temperature="x" * 500)
+    assert len(str(refused)) < 150
