@@ -24,11 +24,9 @@ from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import number_dtype, read_block
 
-# Rows of few queries (decode) are worked off a batch of key blocks at a time; rows of many queries
-# (prefill) a tile of queries at a time.
-FEW_QUERIES = 8
-DECODE_BLOCKS, DECODE_BLOCK_KEYS = 16, 64
-TILE_QUERIES, TILE_KEYS = 128, 256
+# A row's queries are worked off in tiles, and the keys of a tile in blocks. Rows of few queries
+# (decode) take one query at a time, so that nothing is computed for padding.
+FEW_QUERIES, TILE_QUERIES, BLOCK_KEYS = 8, 256, 128
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +68,7 @@ class Partial:
         return scale[..., None] * self.acc
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "partials"))
 def segment_attention(
     q: Float[Array, "queries heads head_dim"],
     k: Shaped[Array, "slots kv_heads head_dim"],
@@ -114,7 +113,7 @@ def segment_attention(
     """
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
     if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, which is no multiple of the {kv_heads} KV heads of k")
+        raise ValueError(f"q has {heads} heads, which is no multiple of k's {kv_heads} KV heads")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 position or None, got {window}")
     if softcap is not None and softcap <= 0:
@@ -157,8 +156,8 @@ def _attend(options: _Options) -> Callable[..., Partial]:
     def attend_bwd(residuals, cotangent):
         (q, k, v, rows, births, turn), m = residuals
         dq, dk, dv = backward(q, k, v, rows, births, turn, m, cotangent.l, cotangent.acc)
-        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
-        return dq, dk, dv, jax.tree.map(none, rows), none(births), jax.tree.map(jnp.zeros_like, turn)
+        integers = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (rows, births))
+        return dq, dk, dv, *integers, jax.tree.map(jnp.zeros_like, turn)
 
     attend.defvjp(attend_fwd, attend_bwd)
     return attend
@@ -191,12 +190,11 @@ def _batch_is_more_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation) -> Partial:
-    queries, heads, head_dim = q.shape
-    state = Partial.empty(queries, heads, head_dim)
+    state = Partial.empty(*q.shape)
     few = rows.q_len <= FEW_QUERIES
-    state = _few_queries(options, q, k, v, _only(rows, few), births, turn, state)
-    if queries > FEW_QUERIES:
-        state = _tiles(options, q, k, v, _only(rows, ~few), births, turn, state)
+    state = _tiles(options, q, k, v, _only(rows, few), births, turn, state, 1)
+    if q.shape[0] > FEW_QUERIES:
+        state = _tiles(options, q, k, v, _only(rows, ~few), births, turn, state, TILE_QUERIES)
     return state
 
 
@@ -204,78 +202,23 @@ def _only(rows: Rows, mask) -> Rows:
     return dataclasses.replace(rows, q_len=jnp.where(mask, rows.q_len, 0))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """One row with what the loops need of it, read from one int32 table by one gather."""
-
-    q_start: Any
-    q_len: Any
-    slot: Any
-    length: Any
-    raw: Any
-    position: Any  # of the row's first key
-    visible_until: Any
-    start: Any  # keys [start, stop) of the row may be seen
-    stop: Any
-    blocks: Any  # pieces of work for each query, or for the row
-    begin: Any  # number of its first piece of work
-
-    @classmethod
-    def table(cls, rows: Rows, start, stop, blocks, begin) -> Int[Array, "rows columns"]:
-        """All rows as [rows, columns]."""
-        columns = [rows.q_start, rows.q_len, rows.slot, rows.length, rows.raw,
-                   rows.birth - rows.shift, rows.visible_until, start, stop, blocks, begin]
-        return jnp.stack([jnp.asarray(column) for column in columns], -1)
-
-    @classmethod
-    def unpack(cls, fields: Int[Array, " columns"]) -> _Work:
-        """One row of the table, scalar fields."""
-        return cls(*fields)
-
-
-def _seen_keys(options: _Options, row: Rows | _Work, query_raw, births, valid):
-    """The keys [start, stop) of a row that some valid query may see.
-
-    The row's fields have leading axes; queries have one more, the last.
-    """
-    last = jnp.where(valid, query_raw, -1).max(-1)
-    first = jnp.where(valid, query_raw, Rows.NEVER).min(-1)
-    stop = jnp.clip(last - row.raw + 1, 0, row.length)
-    stop = jnp.where(first < row.visible_until, stop, 0)
-    start = jnp.zeros_like(stop)
-    if options.window is not None:
-        oldest = jnp.where(valid, births, Rows.NEVER).min(-1)
-        position = row.position if isinstance(row, _Work) else row.birth - row.shift
-        start = jnp.clip(oldest - (options.window - 1) - position, 0, stop)
-    return start, stop
-
-
-def _visible(options: _Options, key_index, valid_key, work: _Work, query_raw, births, valid_query):
-    """Which queries of a tile see which keys of a block, [queries, keys]."""
-    raw, key_index = query_raw[:, None], key_index[None]
-    visible = (work.raw + key_index <= raw) & (raw < work.visible_until)
-    visible &= valid_query[:, None] & valid_key[None]
-    if options.window is not None:
-        visible &= births[:, None] - (work.position + key_index) < options.window
-    return visible
-
-
-def _scores(options: _Options, grouped, keys, visible):
+def _scores(options: _Options, grouped, keys, mask):
     """Masked scores [kv_heads, group, queries, keys] of grouped queries against one key block."""
     scores = jnp.einsum("hgqd,thd->hgqt", grouped, keys, preferred_element_type=jnp.float32,
                         precision=lax.Precision.HIGHEST)
     if options.softcap is not None:
         scores = options.softcap * jnp.tanh(scores / options.softcap)
-    return jnp.where(visible[None, None], scores, -jnp.inf)
+    return scores + mask[None, None]
 
 
-def _attended(scores, values) -> Partial:
-    """Softmax sums over one key block; grouped as the scores are, [kv_heads, group, queries, …]."""
-    m = scores.max(-1)
+def _attended(part: Partial, scores, values) -> Partial:
+    """Online softmax: a grouped partial, [kv_heads, group, queries, …], with one more key block."""
+    m = jnp.maximum(part.m, scores.max(-1))
     p = _exp_below(scores, m[..., None])
-    acc = jnp.einsum("hgqt,thd->hgqd", p.astype(values.dtype), values,
+    old = _exp_below(part.m, m)
+    new = jnp.einsum("hgqt,thd->hgqd", p.astype(values.dtype), values,
                      preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
-    return Partial(m, p.sum(-1), acc)
+    return Partial(m=m, l=old * part.l + p.sum(-1), acc=old[..., None] * part.acc + new)
 
 
 def _grouped(x, kv_heads: int):
@@ -289,139 +232,105 @@ def _ungrouped(x):
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _block(stored, work: _Work, index, block: int):
-    """Keys [index * block, …) of a row: start slot, the keys' indices, which count, the numbers.
-
-    Near the end of the pool the block is read from earlier on; slots outside of the run may hold
-    anything, NaN included, and come back as zeros.
-    """
-    wanted = work.slot + index * block
-    start = jnp.minimum(wanted, stored[0].shape[0] - block)
-    key = index * block + (start - wanted) + jnp.arange(block, dtype=jnp.int32)
-    valid = (key >= jnp.maximum(index * block, work.start)) & (
-        key < jnp.minimum((index + 1) * block, work.stop))
-    return start, key, valid, [
-        jnp.where(valid[:, None, None], read_block(x, start, block), 0) for x in stored]
-
-
-def _few_queries(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
-                 state: Partial) -> Partial:
-    """Decode: each step takes the next `DECODE_BLOCKS` pairs of (query, key block) of all rows."""
-    queries, head_dim, kv_heads = q.shape[0], q.shape[2], k.shape[1]
-    block = min(DECODE_BLOCK_KEYS, k.shape[0])
-    offsets = jnp.arange(min(FEW_QUERIES, queries), dtype=jnp.int32)[None]
-    near = jnp.minimum(rows.q_start[:, None] + offsets, queries - 1)
-    start, stop = _seen_keys(options, rows, rows.query_raw[near], births[near],
-                             offsets < rows.q_len[:, None])
-    blocks = jnp.where(rows.q_len > 0, -(-stop // block) - start // block, 0)
-    ends = jnp.cumsum(blocks * rows.q_len)
-    table = _Work.table(rows, start, stop, blocks, ends - blocks * rows.q_len)
-    per_query = jnp.stack([rows.query_raw, births], -1)
-
-    def one(fields, row_turn: Rotation, item):
-        """One query against one key block: the query, and [heads, head_dim + 2] of sums."""
-        work = _Work.unpack(fields)
-        within, divisor = item - work.begin, jnp.maximum(work.blocks, 1)
-        query = jnp.minimum(work.q_start + within // divisor, queries - 1)
-        index = work.start // block + within % divisor
-        _, key, valid, (keys, values) = _block((k, v), work, index, block)
-        raw, birth = per_query[query][:, None]
-        visible = _visible(options, key, valid, work, raw, birth, (item < ends[-1])[None])
-        turned = (row_turn(q[query]) * options.scale).astype(keys.dtype)[None]
-        part = _attended(_scores(options, _grouped(turned, kv_heads), keys, visible), values)
-        return query, _pack(jax.tree.map(_ungrouped, part))[0]
-
-    def step(i, packed):
-        items = i * DECODE_BLOCKS + jnp.arange(DECODE_BLOCKS, dtype=jnp.int32)
-        owner = jnp.minimum((ends[None] <= items[:, None]).sum(1), ends.shape[0] - 1)
-        query, part = jax.vmap(one)(table[owner], jax.tree.map(lambda x: x[owner], turn), items)
-        # Blocks of one query are merged among themselves first, so that the update below writes
-        # the same value wherever a query stands more than once.
-        same = query[:, None, None] == query[None, :, None]
-        part_m = part[..., -1]
-        m = jnp.where(same, part_m[None], -jnp.inf).max(1)
-        weight = jnp.where(same, _exp_below(part_m[None], m[:, None]), 0.0)
-        sums = jnp.einsum("ijh,jhd->ihd", weight, part[..., :-1])
-        old = packed[query]
-        new_m = jnp.maximum(old[..., -1], m)
-        new = (_exp_below(old[..., -1], new_m)[..., None] * old[..., :-1]
-               + _exp_below(m, new_m)[..., None] * sums)
-        return packed.at[query].set(jnp.concatenate([new, new_m[..., None]], -1))
-
-    packed = lax.fori_loop(0, -(-ends[-1] // DECODE_BLOCKS), step, _pack(state))
-    return Partial(m=packed[..., head_dim + 1], l=packed[..., head_dim], acc=packed[..., :head_dim])
-
-
-def _pack(part: Partial):
-    """One array [..., head_dim + 2] of acc, l and m: one gather and one scatter instead of three."""
-    return jnp.concatenate([part.acc, part.l[..., None], part.m[..., None]], -1)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """One tile of one row's queries, and the keys it may see."""
+    """Some queries of one row, and the keys [start, stop) of the row that they may see."""
 
     at: Any  # first packed query of the slice
-    work: _Work  # the row; start and stop are those of the tile
+    query_raw: Any  # [queries]
+    births: Any  # [queries]
+    valid: Any  # [queries] which of the slice are meant
     turn: Rotation  # the row's, with a leading axis of one
-    query_raw: Any
-    births: Any
-    valid: Any
+    slot: Any  # of the row's first key, as are raw index and position
+    raw: Any
+    position: Any
+    visible_until: Any
+    start: Any
+    stop: Any
 
-    def visible(self, options: _Options, key, valid_key):
-        """Which of its queries see which keys of a block, [queries, keys]."""
-        return _visible(options, key, valid_key, self.work, self.query_raw, self.births, self.valid)
+    def queries_of(self, packed):
+        """This tile's slice of an array with one entry a packed query."""
+        return lax.dynamic_slice_in_dim(packed, self.at, self.valid.shape[0])
 
-    def key_blocks(self, block: int):
-        """The blocks [first, stop) that some query of the tile may see."""
-        return self.work.start // block, -(-self.work.stop // block)
+    def put(self, packed, new):
+        """The reverse of `queries_of`."""
+        return lax.dynamic_update_slice_in_dim(packed, new.astype(packed.dtype), self.at, 0)
+
+    def key_blocks(self, size: int):
+        """The blocks [first, stop) of the row's keys that hold one that may be seen."""
+        return self.start // size, -(-self.stop // size)
+
+    def read(self, options: _Options, stored, index, size: int):
+        """Block `index` of the row: its first slot, the numbers, and the mask [queries, keys].
+
+        Near the end of the pool the block is read from earlier on. Slots outside of the run may
+        hold anything, NaN included, and come back as zeros.
+        """
+        wanted = self.slot + index * size
+        slot = jnp.minimum(wanted, stored[0].shape[0] - size)
+        key = index * size + (slot - wanted) + jnp.arange(size, dtype=jnp.int32)
+        inside = (key >= jnp.maximum(index * size, self.start)) & (key < self.stop)
+        blocks = [jnp.where(inside[:, None, None], read_block(x, slot, size), 0) for x in stored]
+        raw, key = self.query_raw[:, None], key[None]
+        visible = self.valid[:, None] & inside[None] & (self.raw + key <= raw)
+        visible &= raw < self.visible_until
+        if options.window is not None:
+            visible &= self.births[:, None] - (self.position + key) < options.window
+        # Without the barrier XLA computes the mask again for every head.
+        return slot, blocks, lax.optimization_barrier(jnp.where(visible, 0.0, -jnp.inf))
 
 
 def _tile_work(options: _Options, rows: Rows, births, turn: Rotation, size: int):
-    """How many tiles there are, and a function that gives tile i."""
+    """How many tiles of `size` queries there are, and a function that gives tile i."""
     tiles = jnp.where(rows.length > 0, -(-rows.q_len // size), 0)
     ends = jnp.cumsum(tiles)
-    table = _Work.table(rows, jnp.zeros_like(tiles), rows.length, tiles, ends - tiles)
+    # One table, so that a tile reads its row by one slice.
+    table = jnp.stack([rows.q_start, rows.q_len, rows.slot, rows.length, rows.raw,
+                       rows.birth - rows.shift, rows.visible_until, ends - tiles], -1)
 
     def tile(i) -> _Tile:
         row = (ends <= i).sum()
-        work = _Work.unpack(table[row])
-        first = work.q_start + (i - work.begin) * size
+        q_start, q_len, slot, length, raw, position, visible_until, before = table[row]
+        first = q_start + (i - before) * size
         at = jnp.minimum(first, births.shape[0] - size)
         index = at + jnp.arange(size, dtype=jnp.int32)
-        valid = (index >= first) & (index < work.q_start + work.q_len)
+        valid = (index >= first) & (index < q_start + q_len)
         query_raw = lax.dynamic_slice_in_dim(rows.query_raw, at, size)
         tile_births = lax.dynamic_slice_in_dim(births, at, size)
-        start, stop = _seen_keys(options, work, query_raw, tile_births, valid)
-        return _Tile(at, dataclasses.replace(work, start=start, stop=stop),
-                     jax.tree.map(lambda x: x[row][None], turn), query_raw, tile_births, valid)
+
+        stop = jnp.clip(jnp.where(valid, query_raw, -1).max() - raw + 1, 0, length)
+        stop = jnp.where(jnp.where(valid, query_raw, Rows.NEVER).min() < visible_until, stop, 0)
+        start = jnp.zeros_like(stop)
+        if options.window is not None:
+            oldest = jnp.where(valid, tile_births, Rows.NEVER).min() - (options.window - 1)
+            start = jnp.clip(oldest - position, 0, stop)
+        return _Tile(at, query_raw, tile_births, valid, jax.tree.map(lambda x: x[row][None], turn),
+                     slot, raw, position, visible_until, start, stop)
 
     return ends[-1], tile
 
 
 def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
-           state: Partial) -> Partial:
-    """Prefill: a tile of queries goes over the key blocks it may see, with an online softmax."""
+           state: Partial, size: int) -> Partial:
+    """Each tile of queries goes over the key blocks it may see, with an online softmax."""
     queries, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    size, block = min(TILE_QUERIES, queries), min(TILE_KEYS, k.shape[0])
+    size, block = min(size, queries), min(BLOCK_KEYS, k.shape[0])
     count, tile_at = _tile_work(options, rows, births, turn, size)
 
     def step(i, state: Partial) -> Partial:
         tile = tile_at(i)
-        turned = tile.turn(lax.dynamic_slice_in_dim(q, tile.at, size))
-        grouped = _grouped((turned * options.scale).astype(number_dtype(k)), kv_heads)
+        turned = tile.turn(tile.queries_of(q)) * options.scale
+        grouped = _grouped(turned.astype(number_dtype(k)), kv_heads)
 
         def key_block(j, part: Partial) -> Partial:
-            _, key, valid, (keys, values) = _block((k, v), tile.work, j, block)
-            return part.merge(_attended(_scores(options, grouped, keys, tile.visible(
-                options, key, valid)), values))
+            _, (keys, values), mask = tile.read(options, (k, v), j, block)
+            return _attended(part, _scores(options, grouped, keys, mask), values)
 
         part = jax.tree.map(lambda x: _grouped(x, kv_heads), Partial.empty(size, heads, head_dim))
         part = lax.fori_loop(*tile.key_blocks(block), key_block, part)
-        old = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, tile.at, size), state)
-        return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, tile.at, 0),
-                            state, old.merge(jax.tree.map(_ungrouped, part)))
+        old = jax.tree.map(tile.queries_of, state)
+        return jax.tree.map(tile.put, state, old.merge(jax.tree.map(_ungrouped, part)))
 
     return lax.fori_loop(0, count, step, state)
 
@@ -429,24 +338,21 @@ def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
 def _backward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation, m, dl, dacc):
     """Gradients of l and acc at constant m, over the same tiles; float32 sums."""
     kv_heads = k.shape[1]
-    size, block = min(TILE_QUERIES, q.shape[0]), min(TILE_KEYS, k.shape[0])
+    size, block = min(TILE_QUERIES, q.shape[0]), min(BLOCK_KEYS, k.shape[0])
     count, tile_at = _tile_work(options, rows, births, turn, size)
 
     def step(i, grads):
         tile = tile_at(i)
-        q_tile = lax.dynamic_slice_in_dim(q, tile.at, size)
-        m_tile, dl_tile, dacc_tile = (
-            _grouped(lax.dynamic_slice_in_dim(x, tile.at, size), kv_heads) for x in (m, dl, dacc))
+        q_tile = tile.queries_of(q)
+        m_tile, dl_tile, dacc_tile = (_grouped(tile.queries_of(x), kv_heads) for x in (m, dl, dacc))
 
         def key_block(j, grads):
             dq, dk, dv = grads
-            start, key, valid, (keys, values) = _block((k, v), tile.work, j, block)
-
-            visible = tile.visible(options, key, valid)
+            slot, (keys, values), mask = tile.read(options, (k, v), j, block)
 
             def scores_of(q_tile, keys):
                 turned = (tile.turn(q_tile) * options.scale).astype(keys.dtype)
-                return _scores(options, _grouped(turned, kv_heads), keys, visible)
+                return _scores(options, _grouped(turned, kv_heads), keys, mask)
 
             scores, pull = jax.vjp(scores_of, q_tile, keys)
             p = _exp_below(scores, m_tile[..., None])
@@ -459,7 +365,7 @@ def _backward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation, m,
                 old = lax.dynamic_slice_in_dim(total, at, new.shape[0])
                 return lax.dynamic_update_slice_in_dim(total, old + new.astype(jnp.float32), at, 0)
 
-            return add(dq, dq_new, tile.at), add(dk, dk_new, start), add(dv, dv_new, start)
+            return add(dq, dq_new, tile.at), add(dk, dk_new, slot), add(dv, dv_new, slot)
 
         return lax.fori_loop(*tile.key_blocks(block), key_block, grads)
 

@@ -26,7 +26,7 @@ from kvfunc.storage import KV, write_layer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """A cache with its integer table. Slots are rows of storage; the capacity is read off shapes."""
+    """A cache with its integer table. Slots are rows of storage; shapes tell the capacity."""
 
     UNWRITTEN: ClassVar[int] = -1  # birth of a slot that holds no token yet
     DROPPED: ClassVar[int] = -1  # position of a slot that later queries cannot attend to
@@ -67,7 +67,7 @@ class KVCache:
 class Reserved:
     """What `reserve` and `append` tell."""
 
-    slots: Int[Array, " size"]  # int32, where each token goes; the capacity for padding and if refused
+    slots: Int[Array, " size"]  # int32, where each token goes; the capacity if padding or refused
     births: Int[Array, " size"]  # int32, the position each token is rotated to
     overflow: Bool[Array, ""]  # True: there was no room, the cache is unchanged
 
@@ -78,7 +78,7 @@ class Dropped:
     """What `drop` and `keep` tell."""
 
     dropped: Int[Array, ""]  # int32, slots that were live before and are not now
-    unwritten: Int[Array, ""]  # int32, slots asked for that hold no token (or do not exist): ignored
+    unwritten: Int[Array, ""]  # int32, slots asked for that hold no token or do not exist: ignored
 
 
 @jax.tree_util.register_dataclass
@@ -186,7 +186,8 @@ def append(cache: KVCache, k: Sequence[Float[Array, "n kv_heads head_dim"]],
     return write(cache, info.slots, k, v), info
 
 
-def drop(cache: KVCache, which: Bool[Array, " slots"] | Int[Array, " n"]) -> tuple[KVCache, Dropped]:
+def drop(cache: KVCache,
+         which: Bool[Array, " slots"] | Int[Array, " n"]) -> tuple[KVCache, Dropped]:
     """Take slots out of the attention of every later query (semantics, `drop`).
 
     Survivors keep their KV and their positions, and so does `next_position`. Dropping a dropped
@@ -258,7 +259,7 @@ def compact(cache: KVCache) -> tuple[KVCache, Int[Array, " slots"]]:
     return compacted, slot_map
 
 
-def rows(cache: KVCache, new: Reserved) -> Rows:
+def rows_for(cache: KVCache, new: Reserved) -> Rows:
     """The rows through which newly reserved tokens attend to the cache, themselves included.
 
     Every new token sees the live slots before it and itself. Within one cache, order among live

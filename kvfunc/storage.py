@@ -70,11 +70,13 @@ def number_dtype(stored: Array) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if stored.dtype == _BITS_OF_BFLOAT16 else stored.dtype
 
 
-def write_layer(stored: Shaped[Array, "slots kv_heads head_dim"], slots: Int[Array, " n"],
-                new: Float[Array, "n kv_heads head_dim"]) -> Shaped[Array, "slots kv_heads head_dim"]:
+def write_layer(
+    stored: Shaped[Array, "slots kv_heads head_dim"], slots: Int[Array, " n"],
+    new: Float[Array, "n kv_heads head_dim"],
+) -> Shaped[Array, "slots kv_heads head_dim"]:
     """Put one layer's new keys (or values) into their slots, rounded to the stored type.
 
-    A slot index equal to the number of slots or larger is discarded: that is how padding is written.
+    A slot index equal to the number of slots or larger is discarded: so is padding written.
     """
     new = new.astype(number_dtype(stored))
     if stored.dtype == _BITS_OF_BFLOAT16:

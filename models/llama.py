@@ -1,8 +1,8 @@
 """Llama, SmolLM2 and Mistral on top of kvfunc: one transformer that reads KV through rows.
 
-The whole model is here, top to bottom. Its one entry is `Llama.forward`, for prefill and decode, for
-the library and for the server: packed tokens go in with their births, the slots they are written to
-and the rows they read; logits and the storage with their KV come out.
+The whole model is here, top to bottom. Its one entry is `Llama.forward`, for prefill and decode,
+for the library and for the server: packed tokens go in with their births, the slots they are
+written to and the rows they read; logits and the storage with their KV come out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def project(x: Float[Array, "n in"], weight: Float[Array, "out in"]) -> Float[Ar
 
 
 class Linear(nn.Module):
-    """x W^T with W stored [out, in] and float32 sums: how XLA's CPU products of few rows are fast."""
+    """x W^T with W stored [out, in] and float32 sums: fast in XLA on CPUs for few rows."""
 
     features: int
     dtype: DTypeLike
@@ -91,10 +91,10 @@ class Layer(nn.Module):
 
         h = norm("attn_norm")(x)
         q = linear("q", c.heads * c.head_dim)(h).reshape(-1, c.heads, c.head_dim)  # [Q, H, D]
-        k = linear("k", c.kv_heads * c.head_dim)(h).reshape(-1, c.kv_heads, c.head_dim)  # [Q, KV, D]
+        k = linear("k", c.kv_heads * c.head_dim)(h).reshape(-1, c.kv_heads, c.head_dim)
         v = linear("v", c.kv_heads * c.head_dim)(h).reshape(-1, c.kv_heads, c.head_dim)
-        # Written first and read back as stored: KV is the same function of (tokens, events) however
-        # a prompt is cut into chunks.
+        # Written first and read back as stored: KV is the same function of (tokens, events)
+        # however a prompt is cut into chunks.
         k_stored = write_layer(k_stored, slots, born(k))
         v_stored = write_layer(v_stored, slots, v)
         attended = segment_attention(born(q), k_stored, v_stored, rows, births, turn,
@@ -135,8 +135,8 @@ class Llama(nn.Module):
         k, v = zip(*stored, strict=True)
         return project(x, head), KV(k=k, v=v)
 
-    def forward(self, params: Params, tokens: Int[Array, " queries"], births: Int[Array, " queries"],
-                slots: Int[Array, " queries"], kv: KV, rows: Rows,
+    def forward(self, params: Params, tokens: Int[Array, " queries"],
+                births: Int[Array, " queries"], slots: Int[Array, " queries"], kv: KV, rows: Rows,
                 at: Int[Array, " wanted"] | None = None) -> tuple[Float[Array, "wanted vocab"], KV]:
         """Run packed tokens through the model: the only entry.
 

@@ -106,7 +106,9 @@ class Message(dict):
     """A message as a template sees it, with its place in the history."""
 
     def __init__(self, index: int, fields: Mapping[str, Any]):
-        super().__init__({k: tagged(v, Tag(index, k)) for k, v in fields.items()})
+        super().__init__()
+        for name, value in fields.items():
+            self.update(tagged({name: value}, Tag(index, name)))
         self._index = index
 
 
@@ -157,7 +159,7 @@ def _cut(runs: Runs, start: int, stop: int) -> Runs:
         if low < high:
             kept.append((high - low, tag))
         at += length
-    return tuple(kept) or ((0, None),)
+    return tuple(kept) or ((0, runs[0][1]),)
 
 
 def printed(value: Any) -> Text:

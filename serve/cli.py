@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -97,17 +98,18 @@ def serve(
         from .app import create_app
         from .engine import Engine
     try:
-        with _step(console, f"loading {model or 'the embedded model'} as {dtype}"):
-            loaded = models.load(model, dtype)
+        with _step(console, f"loading {model or 'the embedded model'} as {dtype}") as progress:
+            loaded = models.load(model, dtype.value, progress)
         if served_model_name is not None:
             loaded = dataclasses.replace(loaded, name=served_model_name)
-        with _step(console, "making the KV cache"):
-            engine = Engine(
-                loaded,
-                kv_dtype=kv_dtype or dtype,
-                context_length=max_model_len,
-                kv_tokens=kv_tokens,
-            )
+        engine = Engine(
+            loaded,
+            kv_dtype=(kv_dtype or dtype).value,
+            context_length=max_model_len,
+            kv_tokens=kv_tokens,
+        )
+        with _step(console, "compiling") as progress:
+            engine.warm_up(progress)
     except (ValueError, OSError) as error:
         _fail(f"MODEL {model or 'embedded'!r} cannot be served: {error}")
 
@@ -309,11 +311,22 @@ def _server(console: Console, model: str | None, url: str | None) -> Iterator[st
 
 
 @contextlib.contextmanager
-def _step(console: Console, doing: str) -> Iterator[None]:
-    """Spin while the step runs, then say how long it took."""
+def _step(console: Console, doing: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar while the step runs, then say how long it took.
+
+    Yields what to call as it goes on: with what was done, how many are done, and of how many.
+    """
     start = time.perf_counter()
-    with console.status(doing):
-        yield
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(doing, total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{doing}: {what}", completed=done, total=total)
+
+        yield tell
     console.print(f"{doing}: {time.perf_counter() - start:.1f} s")
 
 

@@ -1,7 +1,7 @@
 """The device side of the server: one request at a time through one jitted, donating step.
 
-A request is a history; what is resident of it is found in the store, the tokens that must be computed
-follow from it (recovery of holes included), and they run in chunks of a few compiled sizes.
+A request is a history; what is resident of it is found in the store, the tokens that must be
+computed follow from it, holes included, and they run in chunks of a few compiled sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .interface import (
 )
 from .store import Conversation, Store
 
-ROWS = 256  # rows of a compiled step; a longer table takes the next power of this times 16
+ROWS = 1024  # rows of a compiled step; a longer table compiles one of 16 times as many
 SLOTS_AT_ONCE = 64  # how many slots a growing answer takes at a time
 
 Progress = Callable[[str, int, int], None]
@@ -89,7 +89,7 @@ class Engine:
         """Compile every size of step, so that no request waits for a compiler.
 
         Args:
-          progress: called after each one with what it was, how many are done, and how many there are.
+          progress: called after each with what it was, how many are done, how many there are.
         """
         history = History(0)
         with self._busy:

@@ -198,7 +198,13 @@ def replay(
     total = len(run.rounds[:rounds])
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     replayed = []
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
         for policy in policies:
             task = progress.add_task(f"{run.id}: {policy.name}", total=total)
             replayed.append(

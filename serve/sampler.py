@@ -54,7 +54,7 @@ def _choose(logits, temperature, top_k, top_p, min_p, seed, index) -> Int[Array,
 @functools.partial(jax.jit, static_argnames="alternatives")
 def logprobs(logits: Float[Array, " vocab"], token: Int[Array, ""],
              alternatives: int = MAX_LOGPROBS) -> tuple[Array, Array, Array]:
-    """Log-probabilities before temperature: of the token, and of the likeliest ones with their ids."""
+    """Log-probabilities before temperature: of the token, and of the likeliest with their ids."""
     normalised = jax.nn.log_softmax(logits)
     best, ids = jax.lax.top_k(normalised, min(alternatives, logits.shape[0]))
     return normalised[token], best, ids

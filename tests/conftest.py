@@ -12,7 +12,7 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-install_import_hook("kvfunc", "beartype.beartype")
+install_import_hook("kvfunc", "typecheck.functions")
 
 EMBEDDED = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

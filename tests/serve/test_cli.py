@@ -32,6 +32,8 @@ STUBBED_SERVE = """
         def __init__(self, model, *, kv_dtype, context_length, kv_tokens):
             self.name = model.name
             print("engine", kv_dtype, context_length, kv_tokens)
+        def warm_up(self, progress):
+            progress("step", 1, 1)
 
     def module(name, **contents):
         sys.modules[name] = types.ModuleType(name)
@@ -45,7 +47,8 @@ STUBBED_SERVE = """
         name: str = "stub"
         chat: object = None
 
-    def load(model, dtype):
+    def load(model, dtype, progress):
+        progress("embed", 1, 1)
         return LoadedModel()
 
     module("kvfunc.models", load=load)
