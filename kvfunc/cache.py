@@ -296,8 +296,18 @@ def rows_for(cache: KVCache, new: Reserved) -> Rows:
 
 def _history_order(cache: KVCache) -> Int[Array, " slots"]:
     """Slots with the live ones first, in order of position."""
-    last = jnp.iinfo(jnp.int32).max
-    return jnp.argsort(jnp.where(cache.live, cache.position, last), stable=True).astype(jnp.int32)
+    live = cache.live
+    rank = jnp.where(live, cache.position, jnp.iinfo(jnp.int32).max)
+
+    def partition():
+        """The order where slots already stand in order of position, as `append` leaves them."""
+        place = jnp.where(live, jnp.cumsum(live) - 1, live.sum() + jnp.cumsum(~live) - 1)
+        return jnp.zeros_like(rank).at[place].set(jnp.arange(cache.capacity, dtype=jnp.int32))
+
+    highest_before = jax.lax.cummax(jnp.where(live, cache.position, -1))
+    in_order = ((cache.position > jnp.roll(highest_before, 1).at[0].set(-1)) | ~live).all()
+    return jax.lax.cond(in_order, partition,
+                        lambda: jnp.argsort(rank, stable=True).astype(jnp.int32))
 
 
 def _known(value: Array) -> bool:

@@ -266,10 +266,10 @@ class History:
             kind[others[here][moved]] = self.KINDS.index("repos")
         kind[computed] = self.KINDS.index("computed")
         positions = self.positions()
-        step = np.diff(positions)
-        breaks = np.ones(self.tokens, bool)
         dropped = positions == DROPPED
-        breaks[1:] = (np.diff(kind) != 0) | np.where(dropped[1:] & dropped[:-1], False, step != 1)
+        breaks = np.ones(self.tokens, bool)
+        breaks[1:] = (np.diff(kind) != 0) | (dropped[1:] != dropped[:-1])
+        breaks[1:] |= ~dropped[1:] & (np.diff(positions) != 1)
         starts = np.flatnonzero(breaks)
         return [Run(int(start), int(stop), self.KINDS[kind[start]],
                     None if dropped[start] else int(positions[start]))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -93,25 +94,31 @@ def serve(
     console = Console(highlight=False, markup=False, soft_wrap=True)
 
     with _step(console, "importing JAX"):
+        import jax
+
         from kvfunc import models
 
         from .app import create_app
         from .engine import Engine
+    _keep_compilations(jax)
     try:
         with _step(console, f"loading {model or 'the embedded model'} as {dtype}") as progress:
             loaded = models.load(model, dtype.value, progress)
-        if served_model_name is not None:
-            loaded = dataclasses.replace(loaded, name=served_model_name)
+    except (ValueError, OSError) as error:
+        _fail(f"MODEL {model or 'embedded'!r} cannot be served: {error}")
+    if served_model_name is not None:
+        loaded = dataclasses.replace(loaded, name=served_model_name)
+    try:
         engine = Engine(
             loaded,
             kv_dtype=(kv_dtype or dtype).value,
             context_length=max_model_len,
             kv_tokens=kv_tokens,
         )
-        with _step(console, "compiling") as progress:
-            engine.warm_up(progress)
-    except (ValueError, OSError) as error:
-        _fail(f"MODEL {model or 'embedded'!r} cannot be served: {error}")
+    except ValueError as error:
+        _fail(str(error))
+    with _step(console, "compiling") as progress:
+        engine.warm_up(progress)
 
     web = create_app(engine, loaded.chat)
     size = decimal(kv_tokens * engine.kv_bytes_per_token)
@@ -328,6 +335,12 @@ def _step(console: Console, doing: str) -> Iterator[Callable[[str, int, int], No
 
         yield tell
     console.print(f"{doing}: {time.perf_counter() - start:.1f} s")
+
+
+def _keep_compilations(jax: ModuleType) -> None:
+    """Let later starts find what this one compiles, unless the environment says where already."""
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kvfunc"))
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

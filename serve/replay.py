@@ -9,7 +9,9 @@ counters alone cannot tell them, since a dropped token that a computed query sti
 as cached or repositioned. **KV bytes read** are counted, not measured. A decode step reads the keys
 and values of every live token: live tokens times the model's KV bytes per token (`/v1/models`). A
 round reads so much once for its prompt, the least that any chunking can do, and again, one token
-longer each time, for every generated token but the first, which the prompt's last query gives.
+longer each time, for every generated token but the first, which the prompt's last query gives. The
+count is for `max_tokens` tokens, and the server is asked not to stop before (`ignore_eos`): answers
+of different lengths would hide what the policies differ in.
 """
 
 import json
@@ -158,7 +160,7 @@ def replay_run(
         try:
             plan = client.plan(history, cache)
             start = time.perf_counter()
-            usage = client.complete(history, cache, max_tokens=max_tokens)
+            usage = client.complete(history, cache, max_tokens=max_tokens, ignore_eos=True)
             seconds = time.perf_counter() - start
         except Refused as refusal:
             refused = Refusal(number, message, refusal.code, str(refusal))
@@ -176,7 +178,7 @@ def replay_run(
                 drop_skipped_tokens=usage.drop_skipped,
                 generated_tokens=usage.generated,
                 kv_bytes_per_step=live * kv_bytes_per_token,
-                kv_bytes_read=kv_tokens_read(live, usage.generated) * kv_bytes_per_token,
+                kv_bytes_read=kv_tokens_read(live, max_tokens) * kv_bytes_per_token,
                 seconds=seconds,
             )
         )

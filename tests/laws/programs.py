@@ -131,7 +131,7 @@ def numbers(stored) -> np.ndarray:
 
 
 def append(cache, rope: Rope, vectors: Vectors, first: int, count: int, **options):
-    """Tokens `first`, … into the cache; returns it, and their attention [count, heads, dim]."""
+    """Tokens `first`, … into the cache; also their attention, [count, heads, dim]."""
     q, k, v = (x[first:first + QUERIES] for x in vectors)
     cache, new = verbs.reserve(cache, count=np.int32(count))
     assert not new.overflow
@@ -152,18 +152,40 @@ def raw_mask(raw) -> np.ndarray:
 
 def play(ops, rope: Rope, vectors: Vectors, dtype, **options):
     """The program on a KVCache: the cache, and the attention of every token."""
-    cache, tokens, outputs = empty_cache(dtype), 0, []
+    outputs = []
+
+    def attended(cache, first, count):
+        cache, out = append(cache, rope, vectors, first, count, **options)
+        outputs.append(out)
+        return cache
+
+    return _played(ops, dtype, attended), np.concatenate(outputs)
+
+
+def build(ops, dtype) -> kvfunc.KVCache:
+    """The cache after a program, with random KV and nothing computed."""
+    _, k, v = Vectors.random(0)
+
+    def written(cache, first, count):
+        cache, new = verbs.reserve(cache, count=np.int32(count))
+        end = first + QUERIES
+        return verbs.write(cache, new.slots, (k[first:end],), (v[first:end],))
+
+    return _played(ops, dtype, written)
+
+
+def _played(ops, dtype, append) -> kvfunc.KVCache:
+    cache, tokens = empty_cache(dtype), 0
     for op in ops:
         match op:
             case "append", count:
-                cache, out = append(cache, rope, vectors, tokens, count, **options)
-                outputs.append(out)
+                cache = append(cache, tokens, count)
                 tokens += count
             case "drop", which:
                 cache, _ = verbs.drop(cache, raw_mask(oracle.covered(which)))
             case ("repos",):
                 cache, _ = verbs.repos(cache)
-    return cache, np.concatenate(outputs)
+    return cache
 
 
 def pool(rope: Rope, vectors: Vectors, births, slots, dtype):

@@ -189,19 +189,23 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_2(command):
     assert result.stderr.count("\n") == 1
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_2(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_text("no model")
-    fault = "raise ValueError('not a GGUF file')"
-    code = STUBBED_SERVE.replace("return LoadedModel()", fault)
+@pytest.mark.parametrize(
+    ("fails", "fault", "complaint"),
+    [
+        ("return LoadedModel()", "not a GGUF file", "MODEL 'embedded' cannot be served: "),
+        ("self.name = model.name", "max_model_len must be at most 40", ""),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_2(fails, fault, complaint):
+    code = textwrap.dedent(STUBBED_SERVE.replace(fails, f"raise ValueError({fault!r})"))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), "serve", "--port", "0", str(file)],
+        [sys.executable, "-c", code, "serve", "--port", "0"],
         capture_output=True,
         text=True,
         timeout=30,
     )
     assert done.returncode == 2
-    assert done.stderr == f"kvfunc: MODEL {str(file)!r} cannot be served: not a GGUF file\n"
+    assert done.stderr == f"kvfunc: {complaint}{fault}\n"
 
 
 def test_a_port_in_use_is_named_before_a_model_is_loaded():

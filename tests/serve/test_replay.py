@@ -31,12 +31,12 @@ class WordServer(Client):
             raise Refused(f"{live} tokens are too many", "context_length_exceeded")
         return {"live_tokens": live, "warnings": [f"{len(messages)} messages"]}
 
-    def complete(self, messages, cache, max_tokens):
+    def complete(self, messages, cache, max_tokens, ignore_eos):
         self.requests.append((messages, cache))
         prompt = 2 * len(messages)
         resident = self.resident.get(cache["salt"], 0)
         self.resident[cache["salt"]] = prompt
-        return Usage(prompt, max_tokens, resident, 0, 0, 0)
+        return Usage(prompt, max_tokens if ignore_eos else 1, resident, 0, 0, 0)
 
 
 def replayed(server, policy=NONE, **options):

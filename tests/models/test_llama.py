@@ -1,0 +1,134 @@
+"""The model against transformers' logits, and the embedded one against what other engines say."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvfunc
+from kvfunc.history import History
+from kvfunc.models.llama import Llama
+from kvfunc.models.load import load
+from kvfunc.models.load_hf import load_hf
+from kvfunc.serve.engine import Engine
+from kvfunc.serve.interface import Sampling
+from kvfunc.storage import KV
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/expected.npz"))
+SIZE, ROWS, SLOTS = 160, 32, 640
+
+
+class Golden:
+    """A model of tests/goldens run through rows: one compiled step of 160 tokens."""
+
+    def __init__(self, name):
+        self.config, self.params = load_hf(GOLDENS / name, jnp.float32)
+        self.expected = np.load(GOLDENS / name / "expected.npz")
+        self.tokens = self.expected["tokens"]
+        self.network = Llama(self.config, jnp.float32)
+        self._forward = jax.jit(self.network.forward, donate_argnames="kv")
+        c = self.config
+        self.kv = KV.zeros(c.layers, SLOTS, c.kv_heads, c.head_dim, jnp.float32)
+
+    def run(self, tokens, chunks, start=0, padding=0):
+        """Logits of tokens [start, …) in chunks of these sizes; earlier ones have their KV."""
+        history = History(start + len(tokens))
+        slots = np.arange(history.tokens, dtype=np.int32)
+        logits, done = [], 0
+        for count in chunks:
+            queries = start + np.arange(done, done + count)
+            rows = history.rows(queries, slots).pad(ROWS, SIZE)
+
+            def padded(values, fill, missing=SIZE - count):
+                return np.pad(values, (0, missing), constant_values=fill).astype(np.int32)
+
+            out, self.kv = self._forward(
+                self.params, padded(tokens[done : done + count], padding),
+                padded(history.births[queries], padding), padded(slots[queries], SLOTS), self.kv,
+                rows)
+            logits.append(np.asarray(out)[:count])
+            done += count
+        assert done == len(tokens)
+        return np.concatenate(logits)
+
+
+golden = functools.cache(Golden)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(name):
+    model = golden(name)
+    expected = model.expected
+    logits = model.run(model.tokens, [150] * 4)
+    np.testing.assert_allclose(logits[expected["positions"]], expected["logits"], rtol=0, atol=1e-4)
+    greedy = [int(logits[-1].argmax())]
+    while len(greedy) < len(expected["greedy"]):
+        start = len(model.tokens) + len(greedy) - 1
+        greedy.append(int(model.run(np.array(greedy[-1:]), [1], start)[-1].argmax()))
+    assert greedy == expected["greedy"].tolist()
+
+
+@pytest.mark.parametrize("chunks", [[160, 160, 160, 120], [1, 7, 8, 9, 127, 128, 129, 63, 64, 64]])
+def test_chunks_of_any_size_give_the_same_logits(chunks):
+    model = golden("llama3")
+    logits = model.run(model.tokens, chunks)
+    np.testing.assert_allclose(logits[model.expected["positions"]], model.expected["logits"],
+                               rtol=0, atol=1e-4)
+
+
+def test_padding_changes_nothing():
+    model = golden("llama3")
+    once, again = (model.run(model.tokens[:130], [100, 30], padding=fill) for fill in (0, 255))
+    np.testing.assert_array_equal(once, again)
+
+
+def test_at_picks_the_logits_that_are_wanted():
+    model = golden("llama3")
+    history, slots = History(20), np.arange(20, dtype=np.int32)
+    args = (model.params, model.tokens[:20], history.births, slots,
+            KV.zeros(3, 20, 2, 16, jnp.float32), history.rows(np.arange(20), slots))
+    forward = jax.jit(model.network.forward)
+    every, _ = forward(*args)
+    some, _ = forward(*args, np.array([3, 19, 3], np.int32))
+    assert every.dtype == jnp.float32 and every.shape == (20, 256)
+    np.testing.assert_allclose(some, np.asarray(every)[[3, 19, 3]], rtol=0, atol=1e-5)
+
+
+def test_a_cache_and_its_verbs_give_the_logits_of_transformers():
+    model = golden("yarn")
+    c = model.config
+
+    @jax.jit
+    def step(params, cache, tokens):
+        cache, new = kvfunc.reserve(cache, SIZE)
+        logits, kv = model.network.forward(params, tokens, new.births, new.slots, cache.kv,
+                                           kvfunc.rows_for(cache, new))
+        return dataclasses.replace(cache, kv=kv), logits
+
+    cache = kvfunc.init(c.layers, SLOTS, c.kv_heads, c.head_dim, jnp.float32)
+    logits = []
+    for start in range(0, 480, SIZE):
+        cache, out = step(model.params, cache, model.tokens[start : start + SIZE])
+        logits.append(out)
+    seen = model.expected["positions"] < 480
+    np.testing.assert_allclose(np.concatenate(logits)[model.expected["positions"][seen]],
+                               model.expected["logits"][seen], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, chunk", [(jnp.float32, 1), (jnp.bfloat16, 2)])
+def test_the_embedded_model_continues_as_it_does_in_other_engines(embedded_gguf, dtype, chunk):
+    model = load(embedded_gguf, dtype)
+    prompt = np.array(model.tokenizer.encode("The capital of France is"), np.int32)
+    engine = Engine(model, kv_tokens=64, chunk=chunk)
+    with contextlib.closing(engine.generate(
+            prompt, History(len(prompt)), salt="", max_tokens=24,
+            sampling=Sampling(temperature=0.0))) as generation:
+        answer = model.tokenizer.decode([token.id for token in generation])
+    assert answer == " Paris.\n\nThe answer is: 2018-01-22 12:1"
+    assert engine.compilations == 1
