@@ -185,7 +185,7 @@ class ChatRequest(Request):
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", request.top_logprobs,
                           'it goes with "logprobs": true; set that or leave it out')
-        for name in ("messages", "tools", "add_generation_prompt"):
+        for name in ("messages", "tools", "add_generation_prompt", "strftime_now"):
             if name in (request.chat_template_kwargs or ()):
                 raise invalid(f"chat_template_kwargs.{name}", request.chat_template_kwargs[name],
                               "the server sets it; leave it out")

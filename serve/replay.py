@@ -208,16 +208,20 @@ def replay(
         disable=not console.is_terminal,
     ) as progress:
         for policy in policies:
+            start = time.perf_counter()
             task = progress.add_task(f"{run.id}: {policy.name}", total=total)
-            replayed.append(
-                replay_run(
-                    client,
-                    run,
-                    policy,
-                    rounds=rounds,
-                    max_tokens=max_tokens,
-                    kv_bytes_per_token=kv_bytes_per_token,
-                    tick=lambda task=task: progress.advance(task),
-                )
+            one = replay_run(
+                client,
+                run,
+                policy,
+                rounds=rounds,
+                max_tokens=max_tokens,
+                kv_bytes_per_token=kv_bytes_per_token,
+                tick=lambda task=task: progress.advance(task),
             )
+            seconds = time.perf_counter() - start
+            console.print(
+                f"{run.id}, {policy.name}: {len(one.rounds)} of {total} rounds, {seconds:.0f} s"
+            )
+            replayed.append(one)
     return replayed

@@ -23,6 +23,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -36,21 +37,17 @@ class Shape:
 
     @property
     def options(self) -> dict[str, Any]:
-        return dict(window=self.window, softcap=self.softcap)
+        return dict(scale=self.scale, window=self.window, softcap=self.softcap)
 
 
 # Windows are shorter than the models' own, so that short problems reach beyond them.
-SMOLLM2 = Shape(9, 3, 64)
-SHAPES = {
-    "SmolLM2-135M": SMOLLM2,
-    "Llama-2-7B": Shape(32, 32, 128),
-    "Llama-3.1-8B": Shape(32, 8, 128),
-    "Qwen3-0.6B": Shape(16, 8, 128),
-    "GPT-OSS-20B": Shape(64, 8, 64, window=128, sinks=True),
-    "Gemma-2-2B": Shape(8, 4, 256, window=96, softcap=50.0),
-}
-FEW_SLOTS = Shape(9, 3, 64, queries=12, slots=40, rows=8)
-DECODE = Shape(9, 3, 64, queries=1, slots=1500, rows=64)
+SMOLLM2_135M = Shape(9, 3, 64, queries=300)
+LLAMA_3_1_8B = Shape(32, 8, 128)
+GPT_OSS_20B = Shape(64, 8, 64, window=128, sinks=True)
+GEMMA_2_27B = Shape(32, 16, 128, scale=144**-0.5, window=96, softcap=50.0)
+# A pool smaller than a block, and decode of one request.
+LLAMA_2_7B = Shape(32, 32, 128, queries=12, slots=40, rows=8)
+QWEN3_0_6B = Shape(16, 8, 128, queries=1, rows=64)
 
 
 class Run(NamedTuple):
@@ -146,6 +143,7 @@ def dense_partial(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     shape, rows = problem.shape, problem.rows
     q, query_raw = problem.q.astype(np.float64), rows.query_raw[:, None]
     packed = np.arange(shape.queries)[:, None]
+    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
     all_scores, all_values = [], []
     for q_start, q_len, slot, length, raw, birth, shift, until in zip(
             *(getattr(rows, name) for name in Rows.COLUMNS), strict=True):
@@ -154,7 +152,7 @@ def dense_partial(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         group = shape.heads // shape.kv_heads
         keys, values = (np.repeat(stored[slot : slot + length].astype(np.float64), group, axis=1)
                         for stored in (problem.k, problem.v))
-        scores = np.einsum("qhd,thd->qht", q, rotated(keys, -shift)) * shape.head_dim**-0.5
+        scores = np.einsum("qhd,thd->qht", q, rotated(keys, -shift)) * scale
         if shape.softcap is not None:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         index = np.arange(length)[None]

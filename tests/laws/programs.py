@@ -28,6 +28,8 @@ ROPES = {
     "interleaved": Rope.default(HEAD_DIM, interleaved=True),
 }
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+SINKS = np.linspace(-1, 2, HEADS, dtype=np.float32)
+OPTIONS = {"plain": {}, "window": dict(window=5), "all": dict(window=5, softcap=2.0, sinks=SINKS)}
 BITS_OF_BFLOAT16 = jnp.uint16  # storage.fastest_dtype
 
 seeds = st.integers(0, 2**31 - 1)

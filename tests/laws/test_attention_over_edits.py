@@ -10,7 +10,7 @@ import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import DTYPES, HEAD_DIM, HEADS, KV_HEADS, ROPES, SLOTS, Vectors, verbs
+from programs import DTYPES, HEAD_DIM, HEADS, KV_HEADS, OPTIONS, ROPES, SLOTS, Vectors, verbs
 
 import kvfunc
 from kvfunc import KVCache, Rows
@@ -18,10 +18,6 @@ from kvfunc import KVCache, Rows
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2, jnp.uint16: 1e-2}
-OPTIONS = {
-    "window": dict(window=5),
-    "softcap and sinks": dict(softcap=2.0, sinks=np.linspace(-1, 2, HEADS, dtype=np.float32)),
-}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -61,14 +57,14 @@ def test_bfloat16_kept_as_bits_attends_like_bfloat16(ops, seed):
     check_cache(ops, ROPES["llama3"], seed, programs.BITS_OF_BFLOAT16)
 
 
-@every_option
+@pytest.mark.parametrize("options", [OPTIONS["window"], OPTIONS["all"]], ids=["window", "all"])
 @settings(max_examples=25)
 @given(ops=programs.programs(), seed=programs.seeds)
 def test_windows_softcaps_and_sinks_count_positions_as_they_are_now(options, ops, seed):
     check_cache(ops, ROPES["yarn"], seed, jnp.float32, **options)
 
 
-@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS])
+@every_option
 @settings(max_examples=25)
 @given(ops=programs.programs(repos=3), seed=programs.seeds, data=st.data())
 def test_rows_of_a_history_give_each_query_the_shifts_of_its_own_stage(options, ops, seed, data):
@@ -201,30 +197,33 @@ def unit_values(count: int) -> KVCache:
 def test_two_separated_drops_then_repos_turn_abcdefghj_into_abefhj_at_positions_0_to_5():
     text = "abcdefghj"
     cache = unit_values(len(text))
-    cache, _ = kvfunc.drop(cache, jnp.array([text.index("c"), text.index("d")]))
-    cache, told = kvfunc.drop(cache, jnp.array([text.index("g")]))
+    cache, _ = verbs.drop(cache, programs.raw_mask({text.index("c"), text.index("d")}))
+    cache, told = verbs.drop(cache, programs.raw_mask({text.index("g")}))
     assert int(told.dropped) == 1
-    cache, moved = kvfunc.repos(cache)
+    cache, moved = verbs.repos(cache)
     live = [(letter, int(position), int(birth)) for letter, position, birth in
             zip(text, cache.position, cache.birth, strict=False) if position >= 0]
     assert live == [("a", 0, 0), ("b", 1, 1), ("e", 2, 4), ("f", 3, 5), ("h", 4, 7), ("j", 5, 8)]
     assert (int(moved.moved), int(moved.displacement), int(cache.next_position)) == (4, 3, 6)
-    # The tenth token sees these six and itself.
+    # The tenth token sees these six and itself, each with a seventh.
     assert what_is_seen(cache) == dict.fromkeys([0, 1, 4, 5, 7, 8], 0.14286)
 
 
 def test_repos_brings_a_key_back_into_a_window():
-    cache = unit_values(8)
-    cache, _ = kvfunc.drop(cache, jnp.arange(2, 7))
-    assert what_is_seen(cache, window=5) == {7: 0.5}  # the query stands at 8, token 7 at 7
-    cache, _ = kvfunc.repos(cache)
-    assert what_is_seen(cache, window=5) == {0: 0.25, 1: 0.25, 7: 0.25}  # now at 3: 0, 1, 2
-    assert what_is_seen(cache, window=3) == {1: 0.33333, 7: 0.33333}
+    cache = unit_values(9)
+    cache, _ = verbs.drop(cache, programs.raw_mask(range(3, 8)))
+    assert what_is_seen(cache, window=5) == {8: 0.5}  # the query stands at 9, token 8 at 8
+    cache, _ = verbs.repos(cache)
+    # Now it stands at 4, token 8 at 3, and the first three where they were.
+    assert what_is_seen(cache, window=5) == {0: 0.2, 1: 0.2, 2: 0.2, 8: 0.2}
+    cache, _ = programs.append(cache, ROPES["default"], Vectors.random(0), 9, 1)
+    assert set(what_is_seen(cache, window=5)) >= {1, 2, 8}  # the query stands at 5
+    assert 0 not in what_is_seen(cache, window=5)
 
 
 def test_an_all_zero_key_counts_as_a_slot():
-    zeros = (np.zeros((2, KV_HEADS, HEAD_DIM), np.float32),)
-    ones = (np.ones((1, KV_HEADS, HEAD_DIM), np.float32),)
+    zeros = (jnp.zeros((2, KV_HEADS, HEAD_DIM)),)
+    ones = (jnp.ones((1, KV_HEADS, HEAD_DIM)),)
     cache, _ = kvfunc.append(programs.empty_cache(jnp.float32), zeros, zeros)
     cache, _ = kvfunc.append(cache, ones, ones)
     assert (int(cache.length), int(cache.live.sum()), int(cache.next_position)) == (3, 3, 3)
@@ -236,7 +235,7 @@ def test_an_all_zero_key_counts_as_a_slot():
 def test_nan_in_slots_that_are_dropped_or_not_written_never_leaks(dtype):
     vectors = Vectors.random(1)
     cache, _ = programs.append(programs.empty_cache(dtype), ROPES["default"], vectors, 0, 20)
-    cache, _ = kvfunc.drop(cache, jnp.array([0, 5, 6, 7, 19]))
+    cache, _ = verbs.drop(cache, programs.raw_mask({0, 5, 6, 7, 19}))
     poisoned = jax.tree.map(
         lambda stored: jnp.where(cache.live[:, None, None], stored, jnp.nan).astype(stored.dtype),
         cache.kv)

@@ -86,7 +86,7 @@ def packed(script):
     return np.array(verb, np.int32), np.array(count, np.int32), np.array(mask)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(scripts=st.lists(scripts(), min_size=3, max_size=3))
 def test_a_program_is_the_same_eagerly_in_a_scan_and_in_a_batch(scripts):
     expected = [eagerly(script) for script in scripts]

@@ -88,18 +88,6 @@ def test_padding_changes_nothing():
     np.testing.assert_array_equal(once, again)
 
 
-def test_at_picks_the_logits_that_are_wanted():
-    model = golden("llama3")
-    history, slots = History(20), np.arange(20, dtype=np.int32)
-    args = (model.params, model.tokens[:20], history.births, slots,
-            KV.zeros(3, 20, 2, 16, jnp.float32), history.rows(np.arange(20), slots))
-    forward = jax.jit(model.network.forward)
-    every, _ = forward(*args)
-    some, _ = forward(*args, np.array([3, 19, 3], np.int32))
-    assert every.dtype == jnp.float32 and every.shape == (20, 256)
-    np.testing.assert_allclose(some, np.asarray(every)[[3, 19, 3]], rtol=0, atol=1e-5)
-
-
 def test_a_cache_and_its_verbs_give_the_logits_of_transformers():
     model = golden("yarn")
     c = model.config
@@ -121,14 +109,20 @@ def test_a_cache_and_its_verbs_give_the_logits_of_transformers():
                                model.expected["logits"][seen], rtol=0, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def embedded(embedded_gguf):
+    """SmolLM2-135M-Instruct with float32 weights."""
+    return load(embedded_gguf, jnp.float32)
+
+
 @pytest.mark.parametrize("dtype, chunk", [(jnp.float32, 1), (jnp.bfloat16, 2)])
-def test_the_embedded_model_continues_as_it_does_in_other_engines(embedded_gguf, dtype, chunk):
-    model = load(embedded_gguf, dtype)
-    prompt = np.array(model.tokenizer.encode("The capital of France is"), np.int32)
-    engine = Engine(model, kv_tokens=64, chunk=chunk)
+def test_the_embedded_model_continues_as_it_does_in_other_engines(embedded, dtype, chunk):
+    weights = jax.tree.map(lambda x: x.astype(dtype), embedded.params)
+    engine = Engine(dataclasses.replace(embedded, params=weights), kv_tokens=64, chunk=chunk)
+    prompt = np.array(embedded.tokenizer.encode("The capital of France is"), np.int32)
     with contextlib.closing(engine.generate(
             prompt, History(len(prompt)), salt="", max_tokens=24,
             sampling=Sampling(temperature=0.0))) as generation:
-        answer = model.tokenizer.decode([token.id for token in generation])
+        answer = embedded.tokenizer.decode([token.id for token in generation])
     assert answer == " Paris.\n\nThe answer is: 2018-01-22 12:1"
     assert engine.compilations == 1

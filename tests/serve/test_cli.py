@@ -344,6 +344,7 @@ def test_replay_compares_policies_and_a_refusal_is_a_result(server, runs, tmp_pa
         "replay", runs, "--url", server.url, "--run", "long", "--keep", 1, "--out", tmp_path / "out"
     )
     assert result.exit_code == 0, result.output
+    assert "long, none: 4 of 8 rounds" in result.output
     assert "A was refused in round 5 (before message 9)" in result.output
     assert (tmp_path / "out/long.png").exists()
     saved = json.loads((tmp_path / "out/long.json").read_text())

@@ -1,0 +1,126 @@
+"""The embedded model behind real HTTP: what the README promises to an agent builder."""
+
+import contextlib
+import threading
+
+import jax.numpy as jnp
+import openai
+import pytest
+
+from kvfunc.models.load import load
+from kvfunc.serve import cli, replay
+from kvfunc.serve.app import create_app
+from kvfunc.serve.client import Client, Refused
+from kvfunc.serve.engine import Engine
+
+LONG_RUN = "airline-2-1"  # 62 messages, longer than the model's context of 8,192 tokens
+
+
+@pytest.fixture(scope="module")
+def url():
+    """A server of the embedded model in float32."""
+    model = load(None, jnp.float32)
+    app = create_app(Engine(model, kv_tokens=16384, chunk=256), model.chat)
+    ready = threading.Event()
+    found = []
+
+    def on_ready(line):
+        found.append(line.rpartition(" ")[2])
+        ready.set()
+
+    # A daemon: uvicorn ends with the process.
+    threading.Thread(target=cli.run, args=(app, cli._bind("127.0.0.1", 0), on_ready),
+                     daemon=True).start()
+    assert ready.wait(30)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0,
+                       http_client=http) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def long_run(agent_runs):
+    return replay.select_runs(replay.read_runs(agent_runs), [LONG_RUN])[0]
+
+
+def ask(client, messages, **cache):
+    return client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=messages,
+        max_tokens=8, temperature=0, extra_body={"cache": cache})
+
+
+def counters(answer):
+    details = answer.usage.prompt_tokens_details
+    return (answer.usage.prompt_tokens, details.cached_tokens, details.repos_tokens,
+            details.drop_skipped_tokens)
+
+
+def test_the_model_says_what_it_says_elsewhere(client):
+    answer = client.completions.create(model="SmolLM2-135M-Instruct", temperature=0, max_tokens=24,
+                                       prompt="The capital of France is")
+    assert answer.choices[0].text == " Paris.\n\nThe answer is: 2018-01-22 12:1"
+
+
+def test_an_edited_conversation_answers_warm_as_it_does_cold(client):
+    messages = [{"role": "system", "content": "Answer briefly."},
+                {"role": "user", "content": "Remember: the password is swordfish."},
+                {"role": "assistant", "content": "I will."},
+                {"role": "user", "content": "Name a fish that swims up rivers."}]
+    edits = {"drop": {"2": [1]}, "reposition": [2]}
+    ordinary = ask(client, messages)
+    edited = ask(client, messages, **edits)
+    again = ask(client, messages, **edits)
+    cold = ask(client, messages, **edits, salt="nobody else's")
+    assert edited.choices[0].message == again.choices[0].message == cold.choices[0].message
+
+    prompt, cached, repos, skipped = counters(edited)
+    assert prompt == counters(ordinary)[0]
+    assert cached > 0  # an ordinary request and an edited one share what stands before the events
+    assert counters(cold) == (prompt, 0, 0, 0)
+    prompt, cached, repos, skipped = counters(again)
+    assert prompt - cached - repos - skipped == 1  # a full hit leaves one token to compute
+    assert repos > 0 and skipped > 0
+
+
+def test_a_stream_says_what_the_plain_answer_says(client):
+    asked = dict(model="SmolLM2-135M-Instruct", max_tokens=12, temperature=0, messages=[
+        {"role": "user", "content": "Write two emoji, then the word naïve."}])
+    plain = client.chat.completions.create(**asked).choices[0].message.content
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert streamed == plain
+
+
+def test_a_run_longer_than_the_context_goes_through_with_drop_and_repos(url, long_run):
+    policy = replay.Policy("rolling_tool_outputs", keep=4, reposition_above_tokens=4096)
+    with Client(url) as client:
+        card = client.card()
+        done = replay.replay_run(client, long_run, policy, max_tokens=1,
+                                 kv_bytes_per_token=card.kv_bytes_per_token)
+        assert done.refusal is None
+        assert len(done.rounds) == len(long_run.rounds) == 30
+        last = done.rounds[-1]
+        assert last.prompt_tokens > card.max_model_len == 8192
+        assert max(round.live_tokens for round in done.rounds) < 8192
+        # Rounds reuse what stands: all of them together compute the history about once.
+        assert sum(round.computed_tokens for round in done.rounds) < 1.1 * last.prompt_tokens
+
+
+def test_the_same_run_is_refused_clearly_without_them(url, long_run):
+    with Client(url) as client, pytest.raises(Refused) as refused:
+        client.complete(long_run.messages[:-1], {}, max_tokens=1)
+    assert refused.value.code == "context_length_exceeded"
+    assert "drop messages and reposition" in str(refused.value)
+
+
+def test_a_client_that_leaves_makes_room_for_the_next(client):
+    asked = dict(model="SmolLM2-135M-Instruct", temperature=0, messages=[
+        {"role": "user", "content": "Count to one thousand."}])
+    with contextlib.closing(client.chat.completions.create(**asked, stream=True)) as stream:
+        next(iter(stream))
+    assert client.chat.completions.create(**asked, max_tokens=1).usage.completion_tokens == 1
