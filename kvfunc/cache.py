@@ -294,6 +294,7 @@ def rows_for(cache: KVCache, new: Reserved) -> Rows:
         query_raw=jnp.where(is_token, new.births, Rows.NO_QUERY))
 
 
+@jax.jit
 def _history_order(cache: KVCache) -> Int[Array, " slots"]:
     """Slots with the live ones first, in order of position."""
     live = cache.live

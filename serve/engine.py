@@ -105,9 +105,12 @@ class Engine:
         """Refuse a prompt that can never run.
 
         Raises:
+          ValueError: if it has no tokens.
           ContextLengthExceeded: if a position lies beyond the context, in any stage.
           CapacityExceeded: if its KV does not fit into the pool.
         """
+        if not history.tokens:
+            raise ValueError("the prompt has no tokens: give at least one")
         longest = max(history.largest_birth + 1, history.next_position + 1)
         if longest > self.context_length:
             raise ContextLengthExceeded(
@@ -143,7 +146,7 @@ class Engine:
           sampling: how tokens are chosen.
 
         Raises:
-          ContextLengthExceeded, CapacityExceeded: as `check`.
+          ValueError, ContextLengthExceeded, CapacityExceeded: as `check`.
         """
         self.check(history)
         self._busy.acquire()

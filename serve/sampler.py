@@ -37,7 +37,8 @@ def _choose(logits, temperature, top_k, top_p, min_p, seed, index) -> Int[Array,
         return jnp.argmax(logits).astype(jnp.int32)
 
     def sampled():
-        scaled = logits / temperature
+        # From the largest down, so that noise is not lost beside logits of great magnitude.
+        scaled = (logits - logits.max()) / temperature
         ordered = jnp.sort(scaled, descending=True)
         rank = jnp.arange(ordered.shape[0], dtype=jnp.int32)
         in_top_k = (top_k <= 0) | (rank < top_k)

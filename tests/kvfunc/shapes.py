@@ -6,6 +6,7 @@ Every problem is padded to the sizes of its shape, so one compiled program serve
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class Shape:
 
 
 # Windows are shorter than the models' own, so that short problems reach beyond them.
-SMOLLM2_135M = Shape(9, 3, 64, queries=300)
+SMOLLM2_135M = Shape(9, 3, 64, queries=300, slots=2500)
 LLAMA_3_1_8B = Shape(32, 8, 128)
 GPT_OSS_20B = Shape(64, 8, 64, window=128, sinks=True)
 GEMMA_2_27B = Shape(32, 16, 128, scale=144**-0.5, window=96, softcap=50.0)
@@ -141,7 +142,8 @@ def dense(problem: Problem) -> np.ndarray:
 def dense_partial(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Largest score, sum of exponentials and weighted sum of values, [queries, heads, …]."""
     shape, rows = problem.shape, problem.rows
-    q, query_raw = problem.q.astype(np.float64), rows.query_raw[:, None]
+    by_head = functools.partial(np.moveaxis, source=1, destination=0)
+    q, query_raw = by_head(problem.q.astype(np.float64)), rows.query_raw[:, None]
     packed = np.arange(shape.queries)[:, None]
     scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
     all_scores, all_values = [], []
@@ -152,7 +154,7 @@ def dense_partial(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         group = shape.heads // shape.kv_heads
         keys, values = (np.repeat(stored[slot : slot + length].astype(np.float64), group, axis=1)
                         for stored in (problem.k, problem.v))
-        scores = np.einsum("qhd,thd->qht", q, rotated(keys, -shift)) * scale
+        scores = q @ by_head(rotated(keys, -shift)).mT * scale  # [heads, queries, keys]
         if shape.softcap is not None:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         index = np.arange(length)[None]
@@ -161,12 +163,12 @@ def dense_partial(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         if shape.window is not None:
             position = birth - shift + index
             visible &= problem.births[:, None] - position < shape.window
-        all_scores.append(np.where(visible[:, None], scores, -np.inf))
+        all_scores.append(np.where(visible, scores, -np.inf))
         all_values.append(values)
     scores, values = np.concatenate(all_scores, -1), np.concatenate(all_values)
     m = scores.max(-1)
     p = np.exp(scores - np.where(np.isinf(m), 0.0, m)[..., None])
-    return m, p.sum(-1), np.einsum("qht,thd->qhd", p, values)
+    return m.T, p.sum(-1).T, np.moveaxis(p @ by_head(values), 0, 1)
 
 
 def rotated(x: np.ndarray, positions: int) -> np.ndarray:

@@ -135,7 +135,7 @@ def check_agreement(cache: KVCache, model: oracle.ListModel):
     assert (cache.capacity, cache.kv.slots) == (SLOTS, SLOTS)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(ops=programs.programs())
 def test_shifts_lie_between_0_and_birth_and_live_positions_increase(ops):
     for end in range(1, len(ops) + 1):

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import programs
 import pytest
-from programs import DTYPES, HEAD_DIM, HEADS, KV_HEADS, ROPES
+from programs import DTYPES, HEAD_DIM, KV_HEADS, ROPES, Vectors, rotations, verbs
 
 import kvfunc
 
@@ -26,18 +26,13 @@ def drop_the_oldest_and_repos_each_time(cache, moves):
     return jax.lax.fori_loop(0, moves, move, cache)
 
 
-@jax.jit
-def drop_all_and_repos_once(cache, moves):
-    cache, _ = kvfunc.drop(cache, jnp.arange(SLOTS) < moves)
-    return kvfunc.repos(cache)[0]
-
-
 @functools.lru_cache
 def tables(moves: int) -> tuple[kvfunc.KVCache, kvfunc.KVCache]:
     """`moves` tokens and the survivors behind them, after many moves and after one."""
     cache = kvfunc.init(1, SLOTS, 1, 1, jnp.float32)
-    cache, _ = kvfunc.reserve(cache, SLOTS, moves + SURVIVORS)
-    return drop_the_oldest_and_repos_each_time(cache, moves), drop_all_and_repos_once(cache, moves)
+    cache, _ = jax.jit(kvfunc.reserve, static_argnums=1)(cache, SLOTS, moves + SURVIVORS)
+    one, _ = verbs.repos(verbs.drop(cache, np.arange(SLOTS) < moves)[0])
+    return drop_the_oldest_and_repos_each_time(cache, moves), one
 
 
 @pytest.mark.parametrize("moves", MOVES)
@@ -53,29 +48,28 @@ def error(moves: int, rope, dtype) -> float:
 
     The survivors are the same whatever was dropped before them; what was dropped holds NaN.
     """
-    rng = np.random.default_rng(7)
-    q, k, v = (rng.standard_normal((SURVIVORS + QUERIES, heads, HEAD_DIM)).astype(np.float32)
-               for heads in (HEADS, KV_HEADS, KV_HEADS))
+    vectors = Vectors.random(7)
+    count = SURVIVORS + QUERIES
     births = np.concatenate([moves + np.arange(SURVIVORS), SURVIVORS + np.arange(QUERIES)])
-    positions = np.arange(SURVIVORS + QUERIES)
-
-    cache, new = kvfunc.reserve(tables(moves)[0], QUERIES)
-    assert new.births.tolist() == births[SURVIVORS:].tolist()
-    storage = kvfunc.init(1, SLOTS, KV_HEADS, HEAD_DIM, dtype).kv
-    cache = dataclasses.replace(cache, kv=jax.tree.map(programs.not_a_number, storage))
-    cache = kvfunc.write(cache, jnp.asarray(moves + positions),
-                         (rope.rotate(jnp.asarray(k), jnp.asarray(births)),), (jnp.asarray(v),))
-    rows = kvfunc.rows_for(cache, new)
-    q_born = rope.rotate(jnp.asarray(q[SURVIVORS:]), new.births)
-    out = kvfunc.segment_attention(q_born, cache.kv.k[0], cache.kv.v[0], rows, new.births,
-                                   rope.rotation(rows.shift))
+    q, k, v = (np.concatenate([x, x[::-1]])[:count] for x in vectors)
+    cache, new = verbs.reserve(tables(moves)[0], count=QUERIES)
+    assert new.births[:QUERIES].tolist() == births[SURVIVORS:].tolist()
+    rows = verbs.rows(cache, new)
+    q_born, k_born, turn = rotations(rope, q, k, births.astype(np.int32), rows.shift)
+    storage = jax.tree.map(programs.not_a_number,
+                           kvfunc.KV.zeros(1, SLOTS, KV_HEADS, HEAD_DIM, dtype))
+    cache = verbs.write(dataclasses.replace(cache, kv=storage), moves + np.arange(count),
+                        (k_born,), (v,))
+    only = dataclasses.replace(rows, query_raw=rows.query_raw[:QUERIES])
+    out = kvfunc.segment_attention(q_born[SURVIVORS:], cache.kv.k[0], cache.kv.v[0], only,
+                                   new.births[:QUERIES], turn)
 
     if dtype != jnp.float32:
-        stored = [programs.numbers(x[0][moves + positions]) for x in (cache.kv.k, cache.kv.v)]
-        k, v = oracle.unrotate(rope, stored[0], births), stored[1]
-    keys = oracle.rotate(rope, k, positions)
-    exact = [oracle.attend(oracle.rotate(rope, q[i, None], [i])[0], keys[:i + 1], v[:i + 1])
-             for i in positions[SURVIVORS:]]
+        k, v = (programs.numbers(x[0])[moves:moves + count] for x in (cache.kv.k, cache.kv.v))
+        k = oracle.unrotate(rope, k, births)
+    positions = np.arange(count)
+    keys, queries = oracle.rotate(rope, k, positions), oracle.rotate(rope, q, positions)
+    exact = [oracle.attend(queries[i], keys[:i + 1], v[:i + 1]) for i in positions[SURVIVORS:]]
     return float(np.sqrt(np.square(np.asarray(out) - exact).mean()))
 
 

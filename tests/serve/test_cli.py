@@ -243,7 +243,7 @@ def test_a_started_server_ends_with_its_block():
 
 
 def test_a_server_that_breaks_is_reported_with_what_it_said():
-    command = [sys.executable, "-c", f"print('{READY}http://x'); print('out of memory')"]
+    command = [sys.executable, "-c", f"print('{READY}http://x\\nout of memory')"]
     complaint = r"no answer. It printed:(?s:.*)out of memory"
     with pytest.raises(ServerBroke, match=complaint), started_server(command):
         raise ServerBroke("no answer")
