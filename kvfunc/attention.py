@@ -26,7 +26,8 @@ from kvfunc.storage import number_dtype, read_block
 
 # A row's queries are worked off in tiles, and the keys of a tile in blocks. Rows of few queries
 # (decode) take one query at a time, so that nothing is computed for padding.
-FEW_QUERIES, TILE_QUERIES, BLOCK_KEYS = 8, 256, 128
+FEW_QUERIES, TILE_QUERIES = 8, 256
+DECODE_KEYS, TILE_KEYS = 128, 512
 
 
 @jax.tree_util.register_dataclass
@@ -192,9 +193,10 @@ def _batch_is_more_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation) -> Partial:
     state = Partial.empty(*q.shape)
     few = rows.q_len <= FEW_QUERIES
-    state = _tiles(options, q, k, v, _only(rows, few), births, turn, state, 1)
+    state = _tiles(options, q, k, v, _only(rows, few), births, turn, state, 1, DECODE_KEYS)
     if q.shape[0] > FEW_QUERIES:
-        state = _tiles(options, q, k, v, _only(rows, ~few), births, turn, state, TILE_QUERIES)
+        state = _tiles(options, q, k, v, _only(rows, ~few), births, turn, state, TILE_QUERIES,
+                       TILE_KEYS)
     return state
 
 
@@ -311,11 +313,11 @@ def _tile_work(options: _Options, rows: Rows, births, turn: Rotation, size: int)
 
 
 def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
-           state: Partial, size: int) -> Partial:
+           state: Partial, size: int, block: int) -> Partial:
     """Each tile of queries goes over the key blocks it may see, with an online softmax."""
     queries, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    size, block = min(size, queries), min(BLOCK_KEYS, k.shape[0])
+    size, block = min(size, queries), min(block, k.shape[0])
     count, tile_at = _tile_work(options, rows, births, turn, size)
 
     def step(i, state: Partial) -> Partial:
@@ -338,7 +340,7 @@ def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
 def _backward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation, m, dl, dacc):
     """Gradients of l and acc at constant m, over the same tiles; float32 sums."""
     kv_heads = k.shape[1]
-    size, block = min(TILE_QUERIES, q.shape[0]), min(BLOCK_KEYS, k.shape[0])
+    size, block = min(TILE_QUERIES, q.shape[0]), min(TILE_KEYS, k.shape[0])
     count, tile_at = _tile_work(options, rows, births, turn, size)
 
     def step(i, grads):

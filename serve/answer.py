@@ -26,6 +26,7 @@ class Job:
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
+    ignore_eos: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def answer(engine: Engine, jobs: Sequence[Job]) -> Iterator[Step]:
             usage = generation.usage
             for token in generation:
                 generated += 1
-                if token.id in engine.tokenizer.stop_ids:
+                if token.id in engine.tokenizer.stop_ids and not job.ignore_eos:
                     reason = "stop"
                     break
                 piece = text.push(token)

@@ -133,7 +133,8 @@ class _Api:
         rendered = self._render(asked, body)
         setting = [asked.salt, body.get("tools"), body.get("chat_template_kwargs")]
         warnings = [*self._warnings, *rendered.warnings,
-                    *self._turns.check(setting, messages, rendered.tokens)]
+                    *([] if asked.explain else
+                      self._turns.check(setting, messages, rendered.tokens))]
         schedule = Schedule()
         if edits and not rendered.monotonic:
             raise ApiError("this model's chat template moves messages, so that events have no "
@@ -192,7 +193,7 @@ class _Api:
             raise ApiError(str(error), param=param, code="context_length_exceeded") from error
         room = self._engine.max_new_tokens(history)
         return Job(tokens, history, asked.salt, min(asked.token_limit or room, room),
-                   asked.sampling, asked.stop_strings)
+                   asked.sampling, asked.stop_strings, bool(asked.ignore_eos))
 
     async def _respond(self, request: Request, asked: protocol.Request, jobs: Sequence[Job],
                        reply: Reply, warnings: Sequence[str]) -> Response:

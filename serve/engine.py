@@ -33,6 +33,8 @@ from .interface import (
 from .store import Conversation, Store
 
 ROWS = 1024  # rows of a compiled step; a longer table compiles one of 16 times as many
+SIZES = (64, 256)  # compiled numbers of queries between one token and a whole chunk
+PADDING_WORTH = 1.5  # how much larger a step may be than what is left to run in it
 SLOTS_AT_ONCE = 64  # how many slots a growing answer takes at a time
 
 Progress = Callable[[str, int, int], None]
@@ -70,9 +72,10 @@ class Engine:
                                    * stored.itemsize)
         # XLA's CPU products of one bfloat16 row fall off the fast path.
         least = 1 if weights_dtype == jnp.float32 else 2
-        self._query_sizes = sorted({least, min(64, max(chunk, least)), max(chunk, least)})
+        chunk = max(chunk, least)
+        between = (size for size in SIZES if least < size < chunk)
+        self._query_sizes = sorted({least, *between, chunk})
         self._least = least
-        self._chunk = chunk
         self._params = model.params
         self._kv = KV.zeros(config.layers, kv_tokens, config.kv_heads, config.head_dim, stored)
         self._store = Store(kv_tokens)
@@ -156,6 +159,18 @@ class Engine:
             self._busy.release()
             raise
 
+    def _chunks(self, queries: np.ndarray) -> Iterator[np.ndarray]:
+        """Cut the queries so that each piece nearly fills a compiled size."""
+        while len(queries):
+            fits = [size for size in self._query_sizes if size >= len(queries)]
+            below = [size for size in self._query_sizes[1:] if size < len(queries)]
+            if not fits or (below and fits[0] > PADDING_WORTH * len(queries)):
+                size = max(below, default=self._query_sizes[0])
+            else:
+                size = len(queries)
+            yield queries[:size]
+            queries = queries[size:]
+
     def _run(self, history: History, tokens: np.ndarray, queries: np.ndarray, slots: np.ndarray,
              targets: np.ndarray, size: int | None = None) -> jax.Array:
         """One step for these queries; the logits of the last one, on the device.
@@ -225,7 +240,7 @@ class Generation:
         self._targets = np.full(self._history.tokens, HOLE, np.int32)
         self._targets[missing] = new
         self._queries = queries
-        self._answer = self._generate(runs)
+        self._answer = self._generate()
 
     def __iter__(self) -> Iterator[Token]:
         return self._answer
@@ -244,11 +259,10 @@ class Generation:
                                             _shortened(self._history, count), self._slots[:count]))
         engine._busy.release()
 
-    def _generate(self, runs: list[Run]) -> Iterator[Token]:
+    def _generate(self) -> Iterator[Token]:
         engine, sampling = self._engine, self._sampling
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        for start in range(0, len(self._queries), engine._chunk):
-            queries = self._queries[start : start + engine._chunk]
+        for queries in engine._chunks(self._queries):
             logits = self._step(queries)
             self._computed = int(queries[-1]) + 1
         for index in range(self._max_tokens):

@@ -115,6 +115,7 @@ class Request(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    ignore_eos: bool | None = None  # generate until max_tokens; stop strings still end the answer
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache: Cache | None = None

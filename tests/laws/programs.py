@@ -190,6 +190,11 @@ def _played(ops, dtype, append) -> kvfunc.KVCache:
     return cache
 
 
+def reordered(cache: kvfunc.KVCache, order) -> kvfunc.KVCache:
+    """The same cache with its slots in another physical order."""
+    return jax.tree.map(lambda x: x[np.array(order)] if x.ndim else x, cache)
+
+
 def pool(rope: Rope, vectors: Vectors, births, slots, dtype):
     """K and V of tokens 0, 1, … in these slots of a pool, and NaN everywhere else."""
     k = rope.rotate(jnp.asarray(vectors.k[:QUERIES]), jnp.asarray(padded(births, 0)))

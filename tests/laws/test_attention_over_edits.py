@@ -90,17 +90,11 @@ def same_attention_after(edit, ops, rope, seed, dtype):
     np.testing.assert_allclose(edited, plain, rtol=0, atol=TOLERANCE[dtype])
 
 
-def take(cache: KVCache, order) -> KVCache:
-    """The cache with its slots in another physical order."""
-    return dataclasses.replace(cache, kv=jax.tree.map(lambda stored: stored[order], cache.kv),
-                               birth=cache.birth[order], position=cache.position[order])
-
-
 @every_dtype
 @settings(max_examples=20)
 @given(ops=programs.programs(), seed=programs.seeds, order=st.permutations(range(SLOTS)))
 def test_any_physical_order_of_slots_attends_the_same(dtype, ops, seed, order):
-    same_attention_after(lambda cache: take(cache, np.array(order)), ops, ROPES["llama3"], seed,
+    same_attention_after(lambda cache: programs.reordered(cache, order), ops, ROPES["llama3"], seed,
                          dtype)
 
 
@@ -108,7 +102,7 @@ def test_any_physical_order_of_slots_attends_the_same(dtype, ops, seed, order):
 @settings(max_examples=20)
 @given(ops=programs.programs(), seed=programs.seeds, order=st.permutations(range(SLOTS)))
 def test_compaction_from_any_order_attends_the_same(dtype, ops, seed, order):
-    same_attention_after(lambda cache: verbs.compact(take(cache, np.array(order)))[0], ops,
+    same_attention_after(lambda cache: verbs.compact(programs.reordered(cache, order))[0], ops,
                          ROPES["yarn"], seed, dtype)
 
 

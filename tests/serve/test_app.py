@@ -118,6 +118,13 @@ def test_streamed_or_not_the_answer_ends_alike(served, script, stop, text, reaso
         reason]
 
 
+def test_ignore_eos_goes_on_behind_the_end_of_turn(served):
+    served.engine.say("hello<|im_end|>rest")
+    answer = served.ask(ignore_eos=True).json()
+    assert answer["choices"][0]["message"]["content"] == "hellorest"
+    assert answer["usage"]["completion_tokens"] == 10
+
+
 def test_half_a_character_at_the_end_is_not_given_out_as_half(served):
     euro = served.engine.tokenizer.encode("€")
     served.engine.say("a", *euro[:2])

@@ -107,7 +107,7 @@ def engine(small):
 def cold(model):
     """Answers by the library's verbs, one event after the other; nothing is ever found again."""
     network = Llama(CONFIG, jnp.float32)
-    size, capacity = 32, 160
+    size, capacity = 32, 192
 
     @jax.jit
     def step(cache, tokens, count):
@@ -320,20 +320,14 @@ def test_the_last_conversations_stay_and_the_oldest_make_room(engine):
 def test_room_for_a_prompt_is_made_of_its_own_dropped_tokens(engine, cold):
     first = Request(text(100), new=1)
     ask(engine, first)
-    second = Request(text(100) + text(60, seed=1), (Drop(100, ((10, 90),)),), new=3)
-    with pytest.raises(CapacityExceeded):
-        ask(engine, second)  # cold it needs all 160
-    second = Request(text(100) + text(20, seed=1), (Drop(100, ((10, 90),)),), new=3)
+    dropped = Drop(100, ((20, 100),))
+    second = Request(text(160), (dropped,))
     usage, answer = ask(engine, second)
-    assert usage == usage_of(120, cached=20, skipped=80)
-    third = second.then(answer, 20, Repos(123), new=9)
+    assert usage == usage_of(160, cached=20, skipped=80)
+    assert_same(answer, cold(second))
+    assert engine._store.free == POOL - 20 - 63  # the 80 dropped ones have lost their KV
     with pytest.raises(CapacityExceeded):
-        ask(engine, third)
-    third = second.then(answer[:1], 5, Repos(121), new=9)
-    usage, answer = ask(engine, third)
-    assert usage == usage_of(126, cached=10, repos=31, skipped=80)
-    assert len(answer) > 2
-    assert_same(answer, cold(third))
+        ask(engine, Request(text(160), (Drop(101, ((20, 100),)),)))  # token 100 reads them
 
 
 def test_an_answer_ends_where_no_slot_is_left(engine, cold):
@@ -467,6 +461,7 @@ def test_the_same_seed_gives_the_same_answer(engine):
     assert answer(5) == answer(5, salt="b") == first
     assert answer(6) != first
     assert answer(None) != answer(None)
+    assert len(set(answer(5, temperature=1e4))) > 6  # each token has a draw of its own
     assert answer(5, top_k=1) == [token.id for token in ask(engine, Request(text(40), new=12))[1]]
 
 
@@ -507,9 +502,16 @@ def test_a_second_answer_waits_until_the_first_is_closed(engine, cold):
     assert_no_slot_leaks(engine)
 
 
-def test_a_refused_request_does_not_block_the_next(engine):
+def test_a_request_that_fails_does_not_block_the_next(engine, monkeypatch):
+    def broken(*args):
+        raise Broken
+
     with pytest.raises(CapacityExceeded):
         ask(engine, Request(text(POOL + 1)))
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        patch.setattr(engine._store, "find", broken)
+        Request(text(10)).begin(engine)
+    assert not engine._busy.locked()
     assert len(ask(engine, Request(text(10)))[1]) == 4
 
 
@@ -541,17 +543,17 @@ def test_nothing_is_compiled_after_warm_up(engine, cold):
     assert compiled == []
 
 
-STREAMS = [text(100), text(20) + text(80, seed=1), text(47) + text(53, seed=2)]
+STREAMS = [text(150), text(20) + text(130, seed=1), text(47) + text(103, seed=2)]
 
 
 @st.composite
 def schedules(draw):
-    """Events over 100 tokens as (at, range to drop or None for a repos)."""
+    """Events over 150 tokens as (at, range to drop or None for a repos)."""
     events = []
-    for at in sorted(draw(st.lists(st.integers(1, 90), max_size=4))):
+    for at in sorted(draw(st.lists(st.integers(1, 140), max_size=4))):
         if draw(st.booleans()):
             start = draw(st.integers(0, at - 1))
-            events.append((at, (start, draw(st.integers(start + 1, at)))))
+            events.append((at, (start, draw(st.just(at) | st.integers(start + 1, at)))))
         else:
             events.append((at, None))
     return events
@@ -559,22 +561,27 @@ def schedules(draw):
 
 @st.composite
 def conversations(draw):
-    """Requests that share prefixes of tokens and events: stream, length, schedule, salt; when to
-    break off, and how many tokens to take of how many."""
+    """Requests that share prefixes of tokens and events: stream, length, schedule, salt; after
+    how many steps to break off, and how many tokens to take of how many."""
     plans = [[], *draw(st.lists(schedules(), min_size=1, max_size=3))]
-    return [(draw(st.integers(0, 2)), draw(st.integers(1, 100)), draw(st.sampled_from(plans)),
+    return [(draw(st.integers(0, 2)), draw(st.integers(1, 150)), draw(st.sampled_from(plans)),
              draw(st.sampled_from("aab")), draw(st.sampled_from([99, 99, 99, 0, 1, 2, 3, 4, 5])),
              draw(st.sampled_from([9, 9, 0, 1, 2])), draw(st.integers(0, 5)))
             for _ in range(draw(st.integers(2, 7)))]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(conversations())
 def test_every_answer_is_the_cold_answer(small, cold, requests):
     engine = emptied(small)
     for stream, length, schedule, salt, steps, taken, new in requests:
         request = Request(STREAMS[stream][:length], tuple(
             Drop(at, (gone,)) if gone else Repos(at) for at, gone in schedule if at <= length), new)
+        readable = request.history.needed(np.ones(length, bool), [length - 1])
+        if len(readable) > POOL:
+            with pytest.raises(CapacityExceeded):
+                request.begin(engine, salt)
+            continue
         planned, answer = request.plan(engine, salt).usage, []
         assert planned.computed_tokens >= 1
         with contextlib.closing(request.begin(engine, salt)) as generation:
