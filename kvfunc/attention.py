@@ -24,10 +24,11 @@ from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import number_dtype, read_block
 
-# A row's queries are worked off in tiles, and the keys of a tile in blocks. Rows of few queries
-# (decode) take one query at a time, so that nothing is computed for padding.
+# A row's queries are worked off in tiles. Rows of few queries (decode) take one query at a time, so
+# that nothing is computed for padding. The keys go in large blocks while these are full and in
+# small ones for the rest, so that a history of many short rows costs what its keys cost.
 FEW_QUERIES, TILE_QUERIES = 8, 256
-DECODE_KEYS, TILE_KEYS = 128, 512
+LARGE_BLOCK, SMALL_BLOCK = 512, 64
 
 
 @jax.tree_util.register_dataclass
@@ -193,10 +194,9 @@ def _batch_is_more_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation) -> Partial:
     state = Partial.empty(*q.shape)
     few = rows.q_len <= FEW_QUERIES
-    state = _tiles(options, q, k, v, _only(rows, few), births, turn, state, 1, DECODE_KEYS)
+    state = _tiles(options, q, k, v, _only(rows, few), births, turn, state, 1)
     if q.shape[0] > FEW_QUERIES:
-        state = _tiles(options, q, k, v, _only(rows, ~few), births, turn, state, TILE_QUERIES,
-                       TILE_KEYS)
+        state = _tiles(options, q, k, v, _only(rows, ~few), births, turn, state, TILE_QUERIES)
     return state
 
 
@@ -236,19 +236,14 @@ def _ungrouped(x):
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Some queries of one row, and the keys [start, stop) of the row that they may see."""
+    """Some neighbouring queries of a group of rows: rows that have the same queries."""
 
     at: Any  # first packed query of the slice
     query_raw: Any  # [queries]
     births: Any  # [queries]
     valid: Any  # [queries] which of the slice are meant
-    turn: Rotation  # the row's, with a leading axis of one
-    slot: Any  # of the row's first key, as are raw index and position
-    raw: Any
-    position: Any
-    visible_until: Any
-    start: Any
-    stop: Any
+    first_row: Any
+    stop_row: Any
 
     def queries_of(self, packed):
         """This tile's slice of an array with one entry a packed query."""
@@ -258,118 +253,170 @@ class _Tile:
         """The reverse of `queries_of`."""
         return lax.dynamic_update_slice_in_dim(packed, new.astype(packed.dtype), self.at, 0)
 
-    def key_blocks(self, size: int):
-        """The blocks [first, stop) of the row's keys that hold one that may be seen."""
-        return self.start // size, -(-self.stop // size)
 
-    def read(self, options: _Options, stored, index, size: int):
-        """Block `index` of the row: its first slot, the numbers, and the mask [queries, keys].
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The keys [start, stop) of a row that a tile may see."""
+
+    tile: _Tile
+    turn: Rotation  # the row's, with leading axes of one
+    slot: Any  # of the row's first key, as are raw index and position
+    raw: Any
+    position: Any
+    visible_until: Any
+    start: Any
+    stop: Any
+
+    def over_keys(self, slots: int, body, carry):
+        """`body(first key, size of the block, carry)` over all keys that may be seen."""
+        large, small = min(LARGE_BLOCK, slots), min(SMALL_BLOCK, slots)
+        count = (self.stop - self.start) // large
+        rest = self.start + count * large
+        carry = lax.fori_loop(
+            0, count, lambda i, carry: body(self.start + i * large, large, carry), carry)
+        return lax.fori_loop(0, -(-(self.stop - rest) // small),
+                             lambda i, carry: body(rest + i * small, small, carry), carry)
+
+    def read(self, options: _Options, stored, first, size: int):
+        """Keys [first, …) of the row: their first slot, the numbers, the mask [queries, keys].
 
         Near the end of the pool the block is read from earlier on. Slots outside of the run may
         hold anything, NaN included, and come back as zeros.
         """
-        wanted = self.slot + index * size
+        wanted = self.slot + first
         slot = jnp.minimum(wanted, stored[0].shape[0] - size)
-        key = index * size + (slot - wanted) + jnp.arange(size, dtype=jnp.int32)
-        inside = (key >= jnp.maximum(index * size, self.start)) & (key < self.stop)
+        key = first + (slot - wanted) + jnp.arange(size, dtype=jnp.int32)
+        inside = (key >= first) & (key < self.stop)
         blocks = [jnp.where(inside[:, None, None], read_block(x, slot, size), 0) for x in stored]
-        raw, key = self.query_raw[:, None], key[None]
-        visible = self.valid[:, None] & inside[None] & (self.raw + key <= raw)
+        raw, key = self.tile.query_raw[:, None], key[None]
+        visible = self.tile.valid[:, None] & inside[None] & (self.raw + key <= raw)
         visible &= raw < self.visible_until
         if options.window is not None:
-            visible &= self.births[:, None] - (self.position + key) < options.window
+            visible &= self.tile.births[:, None] - (self.position + key) < options.window
         # Without the barrier XLA computes the mask again for every head.
         return slot, blocks, lax.optimization_barrier(jnp.where(visible, 0.0, -jnp.inf))
 
 
-def _tile_work(options: _Options, rows: Rows, births, turn: Rotation, size: int):
-    """How many tiles of `size` queries there are, and a function that gives tile i."""
-    tiles = jnp.where(rows.length > 0, -(-rows.q_len // size), 0)
-    ends = jnp.cumsum(tiles)
-    # One table, so that a tile reads its row by one slice.
-    table = jnp.stack([rows.q_start, rows.q_len, rows.slot, rows.length, rows.raw,
-                       rows.birth - rows.shift, rows.visible_until, ends - tiles], -1)
+class _Work:
+    """The table cut into tiles of at most `size` queries."""
 
-    def tile(i) -> _Tile:
-        row = (ends <= i).sum()
-        q_start, q_len, slot, length, raw, position, visible_until, before = table[row]
-        first = q_start + (i - before) * size
-        at = jnp.minimum(first, births.shape[0] - size)
-        index = at + jnp.arange(size, dtype=jnp.int32)
+    def __init__(self, options: _Options, rows: Rows, births, turn: Rotation, size: int):
+        self._options, self._rows, self._births, self._turn = options, rows, births, turn
+        self._size = size
+        same = (rows.q_start[1:] == rows.q_start[:-1]) & (rows.q_len[1:] == rows.q_len[:-1])
+        begins = ~jnp.concatenate([jnp.zeros(1, jnp.bool_), same])
+        group = jnp.cumsum(begins) - 1
+        members = jnp.zeros_like(rows.q_len).at[group].add(1)[group]
+        tiles = jnp.where(begins, -(-rows.q_len // size), 0)
+        self._ends = jnp.cumsum(tiles)
+        self.count = self._ends[-1]
+        # One table, so that a row is read by one slice.
+        self._table = jnp.stack([
+            rows.q_start, rows.q_len, self._ends - tiles, members, rows.slot, rows.length, rows.raw,
+            rows.birth - rows.shift, rows.visible_until], -1)
+
+    def tile(self, i) -> _Tile:
+        """Tile i of `count`."""
+        row = (self._ends <= i).sum(dtype=jnp.int32)
+        q_start, q_len, before, members = self._table[row, :4]
+        first = q_start + (i - before) * self._size
+        at = jnp.minimum(first, self._births.shape[0] - self._size)
+        index = at + jnp.arange(self._size, dtype=jnp.int32)
         valid = (index >= first) & (index < q_start + q_len)
-        query_raw = lax.dynamic_slice_in_dim(rows.query_raw, at, size)
-        tile_births = lax.dynamic_slice_in_dim(births, at, size)
+        query_raw = lax.dynamic_slice_in_dim(self._rows.query_raw, at, self._size)
+        births = lax.dynamic_slice_in_dim(self._births, at, self._size)
+        return _Tile(at, query_raw, births, valid, row, row + members)
 
-        stop = jnp.clip(jnp.where(valid, query_raw, -1).max() - raw + 1, 0, length)
-        stop = jnp.where(jnp.where(valid, query_raw, Rows.NEVER).min() < visible_until, stop, 0)
+    def run(self, tile: _Tile, row) -> _Run:
+        """What a tile may see of a row."""
+        slot, length, raw, position, visible_until = self._table[row, 4:]
+        last = jnp.where(tile.valid, tile.query_raw, Rows.NO_QUERY).max()
+        first = jnp.where(tile.valid, tile.query_raw, Rows.NEVER).min()
+        stop = jnp.clip(last - raw + 1, 0, jnp.where(first < visible_until, length, 0))
         start = jnp.zeros_like(stop)
-        if options.window is not None:
-            oldest = jnp.where(valid, tile_births, Rows.NEVER).min() - (options.window - 1)
-            start = jnp.clip(oldest - position, 0, stop)
-        return _Tile(at, query_raw, tile_births, valid, jax.tree.map(lambda x: x[row][None], turn),
-                     slot, raw, position, visible_until, start, stop)
+        if self._options.window is not None:
+            oldest = jnp.where(tile.valid, tile.births, Rows.NEVER).min()
+            start = jnp.clip(oldest - (self._options.window - 1) - position, 0, stop)
+        turn = jax.tree.map(lambda x: x[row][None, None], self._turn)
+        return _Run(tile, turn, slot, raw, position, visible_until, start, stop)
 
-    return ends[-1], tile
+
+def _turned(options: _Options, run: _Run, grouped, dtype):
+    """A tile's queries, float32 [kv_heads, group, queries, head_dim], as a row's keys see them."""
+    return (run.turn(grouped) * options.scale).astype(dtype)
 
 
 def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
-           state: Partial, size: int, block: int) -> Partial:
+           state: Partial, size: int) -> Partial:
     """Each tile of queries goes over the key blocks it may see, with an online softmax."""
     queries, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    size, block = min(size, queries), min(block, k.shape[0])
-    count, tile_at = _tile_work(options, rows, births, turn, size)
+    size = min(size, queries)
+    work = _Work(options, rows, births, turn, size)
 
     def step(i, state: Partial) -> Partial:
-        tile = tile_at(i)
-        turned = tile.turn(tile.queries_of(q)) * options.scale
-        grouped = _grouped(turned.astype(number_dtype(k)), kv_heads)
+        tile = work.tile(i)
+        grouped = _grouped(tile.queries_of(q), kv_heads)
 
-        def key_block(j, part: Partial) -> Partial:
-            _, (keys, values), mask = tile.read(options, (k, v), j, block)
-            return _attended(part, _scores(options, grouped, keys, mask), values)
+        def read_row(row, part: Partial) -> Partial:
+            run = work.run(tile, row)
+            turned = _turned(options, run, grouped, number_dtype(k))
+
+            def read_keys(first, count: int, part: Partial) -> Partial:
+                _, (keys, values), mask = run.read(options, (k, v), first, count)
+                return _attended(part, _scores(options, turned, keys, mask), values)
+
+            return run.over_keys(k.shape[0], read_keys, part)
 
         part = jax.tree.map(lambda x: _grouped(x, kv_heads), Partial.empty(size, heads, head_dim))
-        part = lax.fori_loop(*tile.key_blocks(block), key_block, part)
+        part = lax.fori_loop(tile.first_row, tile.stop_row, read_row, part)
         old = jax.tree.map(tile.queries_of, state)
         return jax.tree.map(tile.put, state, old.merge(jax.tree.map(_ungrouped, part)))
 
-    return lax.fori_loop(0, count, step, state)
+    return lax.fori_loop(0, work.count, step, state)
 
 
 def _backward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation, m, dl, dacc):
     """Gradients of l and acc at constant m, over the same tiles; float32 sums."""
     kv_heads = k.shape[1]
-    size, block = min(TILE_QUERIES, q.shape[0]), min(TILE_KEYS, k.shape[0])
-    count, tile_at = _tile_work(options, rows, births, turn, size)
+    size = min(TILE_QUERIES, q.shape[0])
+    work = _Work(options, rows, births, turn, size)
 
     def step(i, grads):
-        tile = tile_at(i)
-        q_tile = tile.queries_of(q)
-        m_tile, dl_tile, dacc_tile = (_grouped(tile.queries_of(x), kv_heads) for x in (m, dl, dacc))
+        tile = work.tile(i)
+        q_tile, m_tile, dl_tile, dacc_tile = (
+            _grouped(tile.queries_of(x), kv_heads) for x in (q, m, dl, dacc))
 
-        def key_block(j, grads):
-            dq, dk, dv = grads
-            slot, (keys, values), mask = tile.read(options, (k, v), j, block)
+        def read_row(row, grads):
+            run = work.run(tile, row)
 
-            def scores_of(q_tile, keys):
-                turned = (tile.turn(q_tile) * options.scale).astype(keys.dtype)
-                return _scores(options, _grouped(turned, kv_heads), keys, mask)
+            def read_keys(first, count: int, grads):
+                dq, dk, dv = grads
+                slot, (keys, values), mask = run.read(options, (k, v), first, count)
+                scores, pull = jax.vjp(lambda q_tile, keys: _scores(
+                    options, _turned(options, run, q_tile, keys.dtype), keys, mask), q_tile, keys)
+                p = _exp_below(scores, m_tile[..., None])
+                dp = dl_tile[..., None] + jnp.einsum("hgqd,thd->hgqt", dacc_tile,
+                                                     values.astype(jnp.float32))
+                dq_new, dk_new = pull(p * dp)
+                dv_new = jnp.einsum("hgqt,hgqd->thd", p, dacc_tile)
+                return (dq + dq_new.astype(jnp.float32), _add(dk, dk_new, slot),
+                        _add(dv, dv_new, slot))
 
-            scores, pull = jax.vjp(scores_of, q_tile, keys)
-            p = _exp_below(scores, m_tile[..., None])
-            dp = dl_tile[..., None] + jnp.einsum("hgqd,thd->hgqt", dacc_tile,
-                                                 values.astype(jnp.float32))
-            dq_new, dk_new = pull(p * dp)
-            dv_new = jnp.einsum("hgqt,hgqd->thd", p, dacc_tile)
+            return run.over_keys(k.shape[0], read_keys, grads)
 
-            def add(total, new, at):
-                old = lax.dynamic_slice_in_dim(total, at, new.shape[0])
-                return lax.dynamic_update_slice_in_dim(total, old + new.astype(jnp.float32), at, 0)
+        dq, dk, dv = grads
+        dq_tile, dk, dv = lax.fori_loop(
+            tile.first_row, tile.stop_row, read_row,
+            (jnp.zeros(q_tile.shape, jnp.float32), dk, dv))
+        return _add(dq, _ungrouped(dq_tile), tile.at), dk, dv
 
-            return add(dq, dq_new, tile.at), add(dk, dk_new, slot), add(dv, dv_new, slot)
-
-        return lax.fori_loop(*tile.key_blocks(block), key_block, grads)
-
-    grads = lax.fori_loop(0, count, step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
+    grads = lax.fori_loop(0, work.count, step,
+                          tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
     return tuple(grad.astype(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+
+
+def _add(total, new, at):
+    """Add a block to the rows of `total` that begin at `at`."""
+    old = lax.dynamic_slice_in_dim(total, at, new.shape[0])
+    return lax.dynamic_update_slice_in_dim(total, old + new.astype(total.dtype), at, 0)

@@ -6,7 +6,6 @@ Every problem is padded to the sizes of its shape, so one compiled program serve
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ class Shape:
 
 
 # Windows are shorter than the models' own, so that short problems reach beyond them.
-SMOLLM2_135M = Shape(9, 3, 64, queries=300, slots=2500)
+SMOLLM2_135M = Shape(9, 3, 64, queries=300, slots=4000)
 LLAMA_3_1_8B = Shape(32, 8, 128)
 GPT_OSS_20B = Shape(64, 8, 64, window=128, sinks=True)
 GEMMA_2_27B = Shape(32, 16, 128, scale=144**-0.5, window=96, softcap=50.0)
@@ -132,7 +131,7 @@ def with_numbers(shape: Shape, rows: Rows, births: np.ndarray, seed: int = 0,
 
 
 def dense(problem: Problem) -> np.ndarray:
-    """The answer, from all scores at once, with every key rotated to where it counts as being."""
+    """The answer, with every key rotated to where it counts as being."""
     m, total, acc = dense_partial(problem)
     if problem.sinks is not None:
         total = total + np.exp(problem.sinks - np.where(np.isinf(m), 0.0, m))
@@ -142,33 +141,34 @@ def dense(problem: Problem) -> np.ndarray:
 def dense_partial(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Largest score, sum of exponentials and weighted sum of values, [queries, heads, …]."""
     shape, rows = problem.shape, problem.rows
-    by_head = functools.partial(np.moveaxis, source=1, destination=0)
-    q, query_raw = by_head(problem.q.astype(np.float64)), rows.query_raw[:, None]
-    packed = np.arange(shape.queries)[:, None]
     scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-    all_scores, all_values = [], []
+    q = np.moveaxis(problem.q.astype(np.float64), 1, 0)
+    m = np.full(q.shape[:2], -np.inf)
+    seen = []  # for each row: its queries, their scores [heads, queries, keys], the values
     for q_start, q_len, slot, length, raw, birth, shift, until in zip(
             *(getattr(rows, name) for name in Rows.COLUMNS), strict=True):
         if not q_len or not length:
             continue
-        group = shape.heads // shape.kv_heads
-        keys, values = (np.repeat(stored[slot : slot + length].astype(np.float64), group, axis=1)
-                        for stored in (problem.k, problem.v))
-        scores = q @ by_head(rotated(keys, -shift)).mT * scale  # [heads, queries, keys]
+        keys, values = (
+            np.moveaxis(stored[slot : slot + length].astype(np.float64), 1, 0).repeat(
+                shape.heads // shape.kv_heads, axis=0) for stored in (problem.k, problem.v))
+        own, index = slice(q_start, q_start + q_len), np.arange(length)
+        scores = q[:, own] @ rotated(keys, -shift).mT * scale
         if shape.softcap is not None:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
-        index = np.arange(length)[None]
-        visible = (q_start <= packed) & (packed < q_start + q_len)
-        visible = visible & (raw + index <= query_raw) & (query_raw < until)
+        query_raw = rows.query_raw[own, None]
+        visible = (raw + index <= query_raw) & (query_raw < until)
         if shape.window is not None:
-            position = birth - shift + index
-            visible &= problem.births[:, None] - position < shape.window
-        all_scores.append(np.where(visible, scores, -np.inf))
-        all_values.append(values)
-    scores, values = np.concatenate(all_scores, -1), np.concatenate(all_values)
-    m = scores.max(-1)
-    p = np.exp(scores - np.where(np.isinf(m), 0.0, m)[..., None])
-    return m.T, p.sum(-1).T, np.moveaxis(p @ by_head(values), 0, 1)
+            visible &= problem.births[own, None] - (birth - shift + index) < shape.window
+        scores = np.where(visible, scores, -np.inf)
+        m[:, own] = np.maximum(m[:, own], scores.max(-1))
+        seen.append((own, scores, values))
+    total, acc = np.zeros_like(m), np.zeros_like(q)
+    for own, scores, values in seen:
+        p = np.exp(scores - np.where(np.isinf(m), 0.0, m)[:, own, None])
+        total[:, own] += p.sum(-1)
+        acc[:, own] += p @ values
+    return m.T, total.T, np.moveaxis(acc, 0, 1)
 
 
 def rotated(x: np.ndarray, positions: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import kvfunc.attention
 hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("laws")
 
-SMALL_BLOCKS = dict(FEW_QUERIES=2, TILE_QUERIES=4, DECODE_KEYS=4, TILE_KEYS=4)
+SMALL_BLOCKS = dict(FEW_QUERIES=2, TILE_QUERIES=4, LARGE_BLOCK=8, SMALL_BLOCK=4)
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,13 @@ def life(ops) -> oracle.Simulation:
     return oracle.Simulation(*as_events(ops))
 
 
+# Physical orders of all slots: tokens in one run, in one that goes on from the pool's end at its
+# beginning, backwards, and scattered.
+orders = st.one_of(st.integers(0, SLOTS - 1).map(lambda first: np.roll(np.arange(SLOTS), first)),
+                   st.just(np.arange(SLOTS)[::-1]),
+                   st.permutations(range(SLOTS)).map(np.array))
+
+
 class Vectors(NamedTuple):
     """Un-rotated queries, keys and values, one for each token of any program."""
 
@@ -192,7 +199,7 @@ def _played(ops, dtype, append) -> kvfunc.KVCache:
 
 def reordered(cache: kvfunc.KVCache, order) -> kvfunc.KVCache:
     """The same cache with its slots in another physical order."""
-    return jax.tree.map(lambda x: x[np.array(order)] if x.ndim else x, cache)
+    return jax.tree.map(lambda x: x[order] if x.ndim else x, cache)
 
 
 def pool(rope: Rope, vectors: Vectors, births, slots, dtype):

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import programs
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from programs import DTYPES, HEAD_DIM, HEADS, KV_HEADS, OPTIONS, ROPES, SLOTS, Vectors, verbs
 
@@ -70,7 +70,7 @@ def test_windows_softcaps_and_sinks_count_positions_as_they_are_now(options, ops
 def test_rows_of_a_history_give_each_query_the_shifts_of_its_own_stage(options, ops, seed, data):
     rope, vectors, life = ROPES["yarn"], Vectors.random(seed), programs.life(ops)
     history = programs.history(ops)
-    slots = np.array(data.draw(st.permutations(range(SLOTS)), label="slots")[:history.tokens])
+    slots = data.draw(programs.orders, label="slots")[:history.tokens]
     chosen = data.draw(st.sets(st.integers(0, history.tokens - 1), min_size=1), label="queries")
     queries = np.array(sorted(chosen))
     k, v = programs.pool(rope, vectors, history.births, slots, jnp.float32)
@@ -92,7 +92,7 @@ def same_attention_after(edit, ops, rope, seed, dtype):
 
 @every_dtype
 @settings(max_examples=20)
-@given(ops=programs.programs(), seed=programs.seeds, order=st.permutations(range(SLOTS)))
+@given(ops=programs.programs(), seed=programs.seeds, order=programs.orders)
 def test_any_physical_order_of_slots_attends_the_same(dtype, ops, seed, order):
     same_attention_after(lambda cache: programs.reordered(cache, order), ops, ROPES["llama3"], seed,
                          dtype)
@@ -100,7 +100,9 @@ def test_any_physical_order_of_slots_attends_the_same(dtype, ops, seed, order):
 
 @every_dtype
 @settings(max_examples=20)
-@given(ops=programs.programs(), seed=programs.seeds, order=st.permutations(range(SLOTS)))
+@given(ops=programs.programs(), seed=programs.seeds, order=programs.orders)
+@example(seed=0, order=np.arange(SLOTS),  # neighbours born at 3 and 4 that now stand at 1 and 4
+         ops=[("append", 4), ("drop", ((1, 3),)), ("repos",), ("append", 3), ("drop", ((4, 6),))])
 def test_compaction_from_any_order_attends_the_same(dtype, ops, seed, order):
     same_attention_after(lambda cache: verbs.compact(programs.reordered(cache, order))[0], ops,
                          ROPES["yarn"], seed, dtype)
@@ -147,13 +149,13 @@ def test_append_in_one_chunk_is_append_in_any_split(dtype, ops, seed, data):
 @every_dtype
 @settings(max_examples=15)
 @given(requests=st.lists(programs.programs(tokens=10, repos=2), min_size=3, max_size=3),
-       seed=programs.seeds, order=st.permutations(range(SLOTS)))
+       seed=programs.seeds, order=programs.orders)
 def test_requests_with_different_shifts_in_one_call_equal_one_call_each(dtype, requests, seed,
                                                                          order):
     rope, vectors = ROPES["llama3"], Vectors.random(seed)
     histories = [programs.history(ops) for ops in requests]
     starts = np.cumsum([0, *(history.tokens for history in histories)])
-    slots = np.array(order)[:starts[-1]]
+    slots = order[:starts[-1]]
     births = np.concatenate([history.births for history in histories])
     k, v = programs.pool(rope, vectors, births, slots, dtype)
     tables = [history.rows(np.arange(history.tokens), slots[start:start + history.tokens])

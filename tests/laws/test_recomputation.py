@@ -125,13 +125,6 @@ def token_ids(seed: int) -> np.ndarray:
 
 
 @st.composite
-def places(draw, tokens: int):
-    """Where each token stands in the pool: contiguous, or scattered."""
-    order = draw(st.sampled_from([list(range(SLOTS)), draw(st.permutations(range(SLOTS)))]))
-    return np.array(order[:tokens], np.int32)
-
-
-@st.composite
 def chunkings(draw, queries: int):
     return sorted(draw(st.lists(st.integers(0, queries), max_size=3)))
 
@@ -141,7 +134,7 @@ def chunkings(draw, queries: int):
 @given(ops=programs.programs(repos=3), seed=programs.seeds, data=st.data())
 def test_one_pass_over_a_program_equals_living_it_stage_by_stage(model, ops, seed, data):
     model, history, tokens = TinyLlama(*model), programs.history(ops), token_ids(seed)
-    slots = data.draw(places(history.tokens), label="slots")
+    slots = data.draw(programs.orders, label="slots")[:history.tokens]
     cuts = data.draw(chunkings(history.tokens), label="cuts")
     lived = live_through(model, ops, tokens)
     in_one_pass(model, history, tokens, slots, cuts).check(model, lived)
@@ -152,7 +145,7 @@ def test_one_pass_over_a_program_equals_living_it_stage_by_stage(model, ops, see
 @given(ops=programs.programs(repos=3), seed=programs.seeds, data=st.data())
 def test_what_is_needed_recovers_any_evicted_tokens_in_one_pass(model, ops, seed, data):
     model, history, tokens = TinyLlama(*model), programs.history(ops), token_ids(seed)
-    slots = data.draw(places(history.tokens), label="slots")
+    slots = data.draw(programs.orders, label="slots")[:history.tokens]
     whole = in_one_pass(model, history, tokens, slots)
     evicted = np.array(data.draw(st.lists(st.booleans(), min_size=history.tokens,
                                           max_size=history.tokens), label="evicted"))
@@ -184,7 +177,7 @@ def test_equal_tokens_and_events_before_a_token_give_it_equal_kv(model, ops, see
     other = History(keep + data.draw(st.integers(0, 8), label="more"), events)
     shared = history.common_prefix(other)
     other_tokens = np.where(np.arange(SLOTS) < shared, tokens, token_ids(seed + 1))
-    a = in_one_pass(model, history, tokens, data.draw(places(history.tokens)))
-    b = in_one_pass(model, other, other_tokens, data.draw(places(other.tokens)))
+    a = in_one_pass(model, history, tokens, data.draw(programs.orders)[:history.tokens])
+    b = in_one_pass(model, other, other_tokens, data.draw(programs.orders)[:other.tokens])
     assert shared >= min(keep, history.tokens)
     a.check(model, b, tokens=slice(shared))

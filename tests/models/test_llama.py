@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvfunc
 from kvfunc.history import History
 from kvfunc.models.llama import Llama
 from kvfunc.models.load import load
@@ -85,24 +84,6 @@ def test_padding_changes_nothing():
     model = golden("llama3")
     once, again = (model.run(model.tokens[:130], [100, 30], padding=fill) for fill in (0, 255))
     np.testing.assert_array_equal(once, again)
-
-
-def test_a_cache_and_its_verbs_give_the_logits_of_transformers():
-    model = golden("yarn")
-    c = model.config
-
-    cache = kvfunc.init(c.layers, SLOTS, c.kv_heads, c.head_dim, jnp.float32)
-    logits = []
-    for start in range(0, 480, SIZE):
-        cache, new = kvfunc.reserve(cache, SIZE)
-        tokens = jnp.asarray(model.tokens[start : start + SIZE])
-        out, kv = model.network.forward(model.params, tokens, new.births, new.slots, cache.kv,
-                                        kvfunc.rows_for(cache, new))
-        cache = dataclasses.replace(cache, kv=kv)
-        logits.append(out)
-    seen = model.expected["positions"] < 480
-    np.testing.assert_allclose(np.concatenate(logits)[model.expected["positions"][seen]],
-                               model.expected["logits"][seen], rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,34 @@ def usage_of(prompt, cached=0, repos=0, skipped=0):
     return Usage(prompt, cached, repos, skipped, 0)
 
 
+def test_nothing_is_compiled_after_warm_up(engine):
+    """First in this file, so that no other test compiles what `warm_up` forgot."""
+    assert engine.compilations == 2
+    rng, compiled = np.random.default_rng(3), []
+
+    def listen(event, duration, **_):
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for index in range(200):
+            tokens = text(int(rng.integers(1, 100)), seed=int(rng.integers(3)))
+            at = int(rng.integers(1, len(tokens) + 1))
+            events = (Drop(at, ((0, int(rng.integers(1, at + 1))),)), Repos(at))
+            request = Request(tokens, events[: index % 3], new=index % 5)
+            sampling = Sampling(temperature=float(index % 2), top_p=1 - 0.1 * (index % 4),
+                                top_k=index % 7, min_p=0.01 * (index % 2), seed=index,
+                                logprobs=None if index % 3 else index % 20)
+            with contextlib.closing(request.begin(engine, "ab"[index % 2], sampling)) as generation:
+                list(itertools.islice(generation, index % 4))
+        assert_no_slot_leaks(engine)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert engine.compilations == 2
+    assert compiled == []
+
+
 def test_a_chunked_answer_is_the_answer_of_one_step(engine, cold):
     request = Request(text(60), new=8)
     usage, answer = ask(engine, request)
@@ -379,6 +407,8 @@ def test_prompts_that_can_never_run_are_refused(model):
     with pytest.raises(CapacityExceeded):
         engine.generate(np.zeros(25, np.int32), History(25), salt="", max_tokens=1, sampling=GREEDY)
     assert engine.plan(np.zeros(25, np.int32), History(25), "").usage == usage_of(25)
+    with pytest.raises(ValueError, match="the prompt has no tokens: give at least one"):
+        check(0)
 
 
 @pytest.mark.parametrize("sizes, message", [
@@ -390,6 +420,16 @@ def test_prompts_that_can_never_run_are_refused(model):
 def test_sizes_that_cannot_be_are_named(model, sizes, message):
     with pytest.raises(ValueError, match=message):
         Engine(model, **sizes)
+
+
+@pytest.mark.parametrize("tokens, pieces", [
+    (1, [1]), (2, [2]), (64, [64]), (65, [64, 1]), (180, [180]), (300, [256, 44]), (512, [512]),
+    (600, [512, 64, 24])])
+def test_a_prompt_is_cut_so_that_compiled_steps_are_filled(model, tokens, pieces):
+    engine = Engine(model, kv_tokens=8, chunk=512)
+    cut = list(engine._chunks(np.arange(tokens)))
+    np.testing.assert_array_equal(np.concatenate(cut), np.arange(tokens))
+    assert [len(piece) for piece in cut] == pieces
 
 
 class Broken(Exception):
@@ -513,34 +553,6 @@ def test_a_request_that_fails_does_not_block_the_next(engine, monkeypatch):
         Request(text(10)).begin(engine)
     assert not engine._busy.locked()
     assert len(ask(engine, Request(text(10)))[1]) == 4
-
-
-def test_nothing_is_compiled_after_warm_up(engine, cold):
-    rng = np.random.default_rng(3)
-    ask(engine, Request(text(20)))
-    compiled = []
-
-    def listen(event, duration, **_):
-        if "compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for index in range(200):
-            tokens = text(int(rng.integers(1, 100)), seed=int(rng.integers(3)))
-            at = int(rng.integers(1, len(tokens) + 1))
-            events = (Drop(at, ((0, int(rng.integers(1, at + 1))),)), Repos(at))
-            request = Request(tokens, events[: index % 3], new=index % 5)
-            sampling = Sampling(temperature=float(index % 2), top_p=1 - 0.1 * (index % 4),
-                                top_k=index % 7, min_p=0.01 * (index % 2), seed=index,
-                                logprobs=None if index % 3 else index % 20)
-            with contextlib.closing(request.begin(engine, "ab"[index % 2], sampling)) as generation:
-                list(itertools.islice(generation, index % 4))
-        assert_no_slot_leaks(engine)
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert engine.compilations == 2
-    assert compiled == []
 
 
 STREAMS = [text(150), text(20) + text(130, seed=1), text(47) + text(103, seed=2)]
