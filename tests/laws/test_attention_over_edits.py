@@ -10,9 +10,8 @@ import programs
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from programs import DTYPES, HEAD_DIM, HEADS, KV_HEADS, OPTIONS, ROPES, SLOTS, Vectors, verbs
+from programs import DTYPES, HEAD_DIM, OPTIONS, ROPES, SLOTS, Vectors, verbs
 
-import kvfunc
 from kvfunc import KVCache, Rows
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -173,8 +172,7 @@ def what_is_seen(cache: KVCache, **options) -> dict[int, float]:
 
     For caches in which the value in slot i is the i-th unit vector; the new token's is zero.
     """
-    nothing = Vectors(*(np.zeros((programs.QUERIES, heads, HEAD_DIM), np.float32)
-                        for heads in (HEADS, KV_HEADS, KV_HEADS)))
+    nothing = Vectors(*(np.zeros_like(x) for x in Vectors.random(0)))
     _, out = programs.append(cache, ROPES["default"], nothing, 0, 1, **options)
     np.testing.assert_allclose(out[0], np.broadcast_to(out[0, 0], out[0].shape), rtol=0, atol=1e-6)
     return {slot: round(weight, 5) for slot, weight in enumerate(out[0, 0].tolist()) if weight}
@@ -214,10 +212,9 @@ def test_repos_brings_keys_back_into_a_window():
 
 
 def test_an_all_zero_key_counts_as_a_slot():
-    zeros = (jnp.zeros((2, KV_HEADS, HEAD_DIM)),)
-    ones = (jnp.ones((1, KV_HEADS, HEAD_DIM)),)
-    cache, _ = kvfunc.append(programs.empty_cache(jnp.float32), zeros, zeros)
-    cache, _ = kvfunc.append(cache, ones, ones)
+    zeros = Vectors(*(np.zeros_like(x) for x in Vectors.random(0)))
+    cache, _ = programs.append(programs.empty_cache(jnp.float32), ROPES["default"], zeros, 0, 2)
+    cache, _ = programs.append(cache, ROPES["default"], zeros._replace(v=zeros.v + 1), 2, 1)
     assert (int(cache.length), int(cache.live.sum()), int(cache.next_position)) == (3, 3, 3)
     # The query is zero, so all three keys and its own weigh a quarter; one value is 1.
     assert what_is_seen(cache) == dict.fromkeys(range(HEAD_DIM), 0.25)
