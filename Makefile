@@ -22,7 +22,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 demo: install
 	$(BIN)/kvfunc replay examples/agent_runs.jsonl --run airline-2-1 \
 	  --policy none --policy rolling_tool_outputs --keep 4 --reposition-above-tokens 4096 \
-	  --max-tokens 8 --out out
+	  --max-tokens 4 --out out
 
 serve: install
 	$(BIN)/kvfunc serve

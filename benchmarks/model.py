@@ -2,7 +2,7 @@
 
 Work: prefill of 512 and of 2,048 random tokens in chunks of 512, and one decode step behind 512 and
 behind 2,047 tokens; one request. Peer: the same weights in transformers on torch (eager, its own
-cache, one pass a prompt), where both are installed: `pip install torch transformers`.
+cache, one pass a prompt), where both are installed: `pip install torch transformers accelerate`.
 Limits, from figures of the same run: decode reads every weight and every live KV byte once, at the
 bandwidth of summing a large array; prefill multiplies, at the speed of one large matrix product.
 """
@@ -80,9 +80,8 @@ class Torch:
     def decode(self, token):
         """One further token behind the last prefill; the cache is cut back afterwards."""
         cache = self.answer.past_key_values
-        length = cache.get_seq_length()
         logits = self.model(self.torch.tensor([[token]]), past_key_values=cache).logits
-        cache.crop(length)
+        cache.crop(-1)
         return logits.float().numpy()
 
 
