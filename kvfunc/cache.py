@@ -69,7 +69,7 @@ class Reserved:
 
     slots: Int[Array, " size"]  # int32, where each token goes; the capacity if padding or refused
     births: Int[Array, " size"]  # int32, the position each token is rotated to
-    overflow: Bool[Array, ""]  # True: there was no room, the cache is unchanged
+    overflow: Bool[Array, ""]  # True: no room (or count > size), the cache is unchanged
 
 
 @jax.tree_util.register_dataclass
@@ -128,12 +128,15 @@ def reserve(cache: KVCache, size: int,
       The cache, and slots and births of the tokens.
 
     Raises:
-      ValueError: outside of a trace, if there is no room; inside, `info.overflow`.
+      ValueError: outside of a trace, if there is no room or `count` is not in [0, size]; inside,
+        `info.overflow`.
     """
     count = jnp.asarray(size if count is None else count, jnp.int32)
     free = ~cache.written
     room = free.sum(dtype=jnp.int32)
-    overflow = count > room
+    if _known(count) and not 0 <= count <= size:
+        raise ValueError(f"count must be between 0 and size={size}, got {count}")
+    overflow = (count > jnp.minimum(room, size)) | (count < 0)
     if _known(overflow) and overflow:
         raise ValueError(
             f"no room for {count} more tokens: {room} of capacity {cache.capacity} slots are free; "

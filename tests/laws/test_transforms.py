@@ -145,3 +145,13 @@ def test_layers_must_match_and_storage_must_be_possible():
         kvfunc.init(1, 0, KV_HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="dtype must be a float type"):
         kvfunc.init(1, SLOTS, KV_HEADS, HEAD_DIM, jnp.int32)
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_a_count_outside_of_the_size_is_an_error_on_the_host_and_a_flag_under_jit(count):
+    cache = kvfunc.init(1, 8, 1, 1, jnp.float32)
+    with pytest.raises(ValueError, match=f"count must be between 0 and size=2, got {count}"):
+        kvfunc.reserve(cache, 2, count)
+    same, told = jax.jit(kvfunc.reserve, static_argnums=1)(cache, 2, jnp.int32(count))
+    assert bool(told.overflow)
+    assert (int(same.length), int(same.next_position)) == (0, 0)
