@@ -232,9 +232,7 @@ def repos(cache: KVCache) -> tuple[KVCache, Moved]:
 
     No byte of K or V is read or written. Queries are turned by birth - position when they attend.
     """
-    order = _history_order(cache)
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(cache.capacity, dtype=jnp.int32))
-    position = jnp.where(cache.live, rank, KVCache.DROPPED)
+    position = jnp.where(cache.live, _history_places(cache), KVCache.DROPPED)
     change = cache.position - position
     moved = dataclasses.replace(cache, position=position,
                                 next_position=cache.live.sum(dtype=jnp.int32))
@@ -250,16 +248,15 @@ def compact(cache: KVCache) -> tuple[KVCache, Int[Array, " slots"]]:
       The cache, and the new slot of every old one: int32, `KVCache.DROPPED` for slots that were
       not live.
     """
-    order = _history_order(cache)
-    new = jnp.arange(cache.capacity, dtype=jnp.int32)
-    kept = new < cache.live.sum(dtype=jnp.int32)
-    slot_map = jnp.zeros_like(new).at[order].set(jnp.where(kept, new, KVCache.DROPPED))
+    places = _history_places(cache)
+    order = _inverse(places)
+    kept = jnp.arange(cache.capacity) < cache.live.sum()
     compacted = dataclasses.replace(
         cache,
         kv=jax.tree.map(lambda stored: stored[order], cache.kv),
         birth=jnp.where(kept, cache.birth[order], KVCache.UNWRITTEN),
         position=jnp.where(kept, cache.position[order], KVCache.DROPPED))
-    return compacted, slot_map
+    return compacted, jnp.where(cache.live, places, KVCache.DROPPED)
 
 
 def rows_for(cache: KVCache, new: Reserved) -> Rows:
@@ -298,20 +295,26 @@ def rows_for(cache: KVCache, new: Reserved) -> Rows:
 
 
 @jax.jit
-def _history_order(cache: KVCache) -> Int[Array, " slots"]:
-    """Slots with the live ones first, in order of position."""
+def _history_places(cache: KVCache) -> Int[Array, " slots"]:
+    """The place of every slot when the live ones stand first, in order of position."""
     live = cache.live
-    rank = jnp.where(live, cache.position, jnp.iinfo(jnp.int32).max)
 
     def partition():
-        """The order where slots already stand in order of position, as `append` leaves them."""
-        place = jnp.where(live, jnp.cumsum(live) - 1, live.sum() + jnp.cumsum(~live) - 1)
-        return jnp.zeros_like(rank).at[place].set(jnp.arange(cache.capacity, dtype=jnp.int32))
+        """Where slots already stand in order of position, as `append` leaves them."""
+        return jnp.where(live, jnp.cumsum(live) - 1, live.sum() + jnp.cumsum(~live) - 1)
+
+    def sort():
+        rank = jnp.where(live, cache.position, jnp.iinfo(jnp.int32).max)
+        return _inverse(jnp.argsort(rank, stable=True))
 
     highest_before = jax.lax.cummax(jnp.where(live, cache.position, -1))
     in_order = ((cache.position > jnp.roll(highest_before, 1).at[0].set(-1)) | ~live).all()
-    return jax.lax.cond(in_order, partition,
-                        lambda: jnp.argsort(rank, stable=True).astype(jnp.int32))
+    return jax.lax.cond(in_order, partition, sort).astype(jnp.int32)
+
+
+def _inverse(permutation: Int[Array, " n"]) -> Int[Array, " n"]:
+    index = jnp.arange(permutation.shape[0], dtype=permutation.dtype)
+    return jnp.zeros_like(permutation).at[permutation].set(index)
 
 
 def _known(value: Array) -> bool:

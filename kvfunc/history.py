@@ -155,11 +155,10 @@ class History:
           [tokens] int32, `DROPPED` where the token is not live, or not yet written in that stage.
         """
         last = len(self._stage_start) - 1
-        starts = self._segment_positions(last if stage is None else stage)
         lengths = np.diff([*self._segments, self.tokens])
-        within = np.arange(self.tokens) - np.repeat(self._segments, lengths)
-        positions = np.repeat(starts, lengths) + within
-        gone = np.repeat(starts, lengths) == DROPPED
+        starts = np.repeat(self._segment_positions(last if stage is None else stage), lengths)
+        positions = starts + np.arange(self.tokens) - np.repeat(self._segments, lengths)
+        gone = starts == DROPPED
         if stage is None:
             gone |= self.visible_until != NEVER
         else:

@@ -7,8 +7,6 @@ written to and the rows they read; logits and the storage with their KV come out
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -17,11 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from kvfunc.attention import segment_attention
 from kvfunc.models.config import ModelConfig
+from kvfunc.models.params import Params
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import KV, write_layer
-
-Params = dict[str, Any]
 
 
 def project(x: Float[Array, "n in"], weight: Float[Array, "out in"]) -> Float[Array, "n out"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from kvfunc.history import HOLE, History, Run
 from kvfunc.models.llama import Llama
 from kvfunc.models.load import LoadedModel
+from kvfunc.models.params import Progress
 from kvfunc.storage import KV, fastest_dtype
 
 from . import sampler
@@ -36,8 +37,6 @@ ROWS = 1024  # rows of a compiled step; a longer table compiles one of 16 times 
 SIZES = (64, 256)  # compiled numbers of queries between one token and a whole chunk
 PADDING_WORTH = 1.5  # how much larger a step may be than what is left to run in it
 SLOTS_AT_ONCE = 64  # how many slots a growing answer takes at a time
-
-Progress = Callable[[str, int, int], None]
 
 
 class Engine:
@@ -114,7 +113,7 @@ class Engine:
         """
         if not history.tokens:
             raise ValueError("the prompt has no tokens: give at least one")
-        longest = max(history.largest_birth + 1, history.next_position + 1)
+        longest = max(history.largest_birth, history.next_position) + 1
         if longest > self.context_length:
             raise ContextLengthExceeded(
                 f"the prompt of {history.tokens} tokens needs {longest} positions, one for the "
@@ -132,9 +131,7 @@ class Engine:
 
     def plan(self, tokens: np.ndarray, history: History, salt: str) -> Plan:
         """What a request would find and compute; nothing is run and nothing is taken."""
-        match = self._store.find(salt, tokens, history)
-        _, computed = _work(history, match.slots)
-        runs = history.classify(computed)
+        _, _, runs = self._work(tokens, history, salt)
         return Plan(_usage(history, runs), tuple(runs))
 
     def generate(self, tokens: np.ndarray, history: History, *, salt: str, max_tokens: int,
@@ -158,6 +155,15 @@ class Engine:
         except BaseException:
             self._busy.release()
             raise
+
+    def _work(self, tokens: np.ndarray, history: History,
+              salt: str) -> tuple[np.ndarray, np.ndarray, list[Run]]:
+        """Slots of what is resident, with holes; the queries to compute; every token's class."""
+        match = self._store.find(salt, tokens, history)
+        resident = np.full(history.tokens, HOLE, np.int32)
+        resident[: match.length] = match.slots
+        queries = history.needed(resident == HOLE, [history.tokens - 1])
+        return resident, queries, history.classify(queries)
 
     def _chunks(self, queries: np.ndarray) -> Iterator[np.ndarray]:
         """Cut the queries so that each piece nearly fills a compiled size."""
@@ -220,9 +226,7 @@ class Generation:
         self._closed = False
         self._spare = np.zeros(0, np.int32)
 
-        match = engine._store.find(salt, tokens, history)
-        resident, queries = _work(history, match.slots)
-        runs = history.classify(queries)
+        resident, queries, runs = engine._work(tokens, history, salt)
         self.usage = _usage(history, runs)
         engine._store.hold(resident)
         missing = queries[resident[queries] == HOLE]
@@ -289,13 +293,6 @@ class Generation:
         self._slots[place] = self._targets[place] = self._spare[0]
         self._spare = self._spare[1:]
         return True
-
-
-def _work(history: History, matched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slots of what is resident, [tokens] with holes; and the queries to compute."""
-    resident = np.full(history.tokens, HOLE, np.int32)
-    resident[: len(matched)] = matched
-    return resident, history.needed(resident == HOLE, [history.tokens - 1])
 
 
 def _usage(history: History, runs: list[Run]) -> Usage:

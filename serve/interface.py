@@ -6,6 +6,8 @@ import dataclasses
 
 from kvfunc.history import Run
 
+MAX_LOGPROBS = 20  # alternatives that can be reported, as in OpenAI's API
+
 
 class ContextLengthExceeded(ValueError):
     """The request needs a position that the model's context does not have."""

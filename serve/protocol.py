@@ -14,10 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvfunc.policies import Policy, Schedule, rolling_tool_outputs
 
 from .errors import ApiError, first_fault, invalid, shown, unsupported
-from .interface import Sampling
+from .interface import MAX_LOGPROBS, Sampling
 
 MAX_STOP_STRINGS = 16
-MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 
@@ -172,7 +171,7 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     drop_message: dict[str, Any] | None = None
     drop_rule: dict[str, Any] | None = None
     reposition: list[Any] | None = None
@@ -258,7 +257,7 @@ class CompletionRequest(Request):
     """POST /v1/completions."""
 
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> CompletionRequest:

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .interface import Sampling
+from .interface import MAX_LOGPROBS, Sampling
 
-MAX_LOGPROBS = 20  # alternatives that can be reported, as in OpenAI's API
 GREEDY_BELOW = 1e-5  # temperatures smaller than this take the likeliest token
 
 

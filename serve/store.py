@@ -27,8 +27,12 @@ class Conversation:
 class Match:
     """The longest prefix of a request that some conversation shares."""
 
-    length: int
     slots: np.ndarray  # int32 [length], HOLE where the token has no KV
+
+    @property
+    def length(self) -> int:
+        """How many tokens are shared."""
+        return len(self.slots)
 
 
 class Store:
@@ -48,15 +52,13 @@ class Store:
 
         May be called while another thread changes the store.
         """
-        best = Match(0, np.zeros(0, np.int32))
+        best = Match(np.zeros(0, np.int32))
         for other in tuple(self._conversations):
             if other.salt != salt:
                 continue
-            length = history.common_prefix(other.history)
-            differs = np.flatnonzero(tokens[:length] != other.tokens[:length])
-            length = int(differs[0]) if len(differs) else length
+            length = _shared(tokens, history, other)
             if length >= best.length:
-                best = Match(length, other.slots[:length])
+                best = Match(other.slots[:length])
         return best
 
     def hold(self, slots: np.ndarray) -> None:
@@ -82,10 +84,8 @@ class Store:
     def keep(self, conversation: Conversation) -> None:
         """Remember a conversation whose slots are held; what it extends is forgotten."""
         for other in [*self._conversations]:
-            whole = len(other.tokens)
-            if other.salt == conversation.salt and whole <= len(conversation.tokens) and (
-                    conversation.history.common_prefix(other.history) == whole
-                    and np.array_equal(conversation.tokens[:whole], other.tokens)):
+            if other.salt == conversation.salt and len(other.tokens) == _shared(
+                    conversation.tokens, conversation.history, other):
                 self._conversations.remove(other)
                 self._adopt(conversation, other)
         self._conversations.append(conversation)
@@ -96,3 +96,10 @@ class Store:
         useful = (own == HOLE) & (other.slots != HOLE)
         own[useful] = other.slots[useful]
         self.release(np.where(useful, HOLE, other.slots))
+
+
+def _shared(tokens: np.ndarray, history: History, other: Conversation) -> int:
+    """How many (events, token) a stream and a conversation begin with in common."""
+    length = history.common_prefix(other.history)
+    differs = np.flatnonzero(tokens[:length] != other.tokens[:length])
+    return int(differs[0]) if len(differs) else length

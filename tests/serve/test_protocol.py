@@ -156,11 +156,12 @@ def test_neutral_values_and_unknown_parameters_are_accepted():
 
 def test_null_content_and_parts_and_tool_calls_are_messages():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    chat(messages=[{"role": "user", "content": None},
-                   {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                   {"role": "assistant", "tool_calls": [call]},
-                   {"role": "assistant", "content": None, "tool_calls": [call]},
-                   {"role": "tool", "content": "x", "tool_call_id": "1", "name": "f"}])
+    read = chat(messages=[{"role": "user", "content": None},
+                          {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                          {"role": "assistant", "tool_calls": [call]},
+                          {"role": "assistant", "content": None, "tool_calls": [call]},
+                          {"role": "tool", "content": "x", "tool_call_id": "1", "name": "f"}])
+    assert [len(message.tool_calls or ()) for message in read.messages] == [0, 0, 1, 1, 0]
 
 
 def test_real_agent_runs_are_accepted(agent_runs):
