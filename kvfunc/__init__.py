@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvfunc.history import History as History
     from kvfunc.history import Repos as Repos
     from kvfunc.policies import rolling_tool_outputs as rolling_tool_outputs
+    from kvfunc.quantize import Quantized as Quantized
     from kvfunc.rope import Rope as Rope
     from kvfunc.rope import Rotation as Rotation
     from kvfunc.rows import Rows as Rows
@@ -39,6 +40,7 @@ _HOMES = {
               "rows_for", "write"),
     "history": ("Drop", "History", "Repos"),
     "policies": ("rolling_tool_outputs",),
+    "quantize": ("Quantized",),
     "rope": ("Rope", "Rotation"),
     "rows": ("Rows",),
     "storage": ("KV", "fastest_dtype"),

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvfunc.quantize import Quantized, no_gradient
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import number_dtype, read_block
@@ -73,8 +74,8 @@ class Partial:
 @functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "partials"))
 def segment_attention(
     q: Float[Array, "queries heads head_dim"],
-    k: Shaped[Array, "slots kv_heads head_dim"],
-    v: Shaped[Array, "slots kv_heads head_dim"],
+    k: Shaped[Array, "slots kv_heads head_dim"] | Quantized,
+    v: Shaped[Array, "slots kv_heads head_dim"] | Quantized,
     rows: Rows,
     births: Int[Array, " queries"],
     turn: Rotation,
@@ -94,7 +95,7 @@ def segment_attention(
 
     Args:
       q: queries rotated to their births; best left in float32, since they are cast to K's type
-        once, after the turn.
+        once, after the turn (float32 where K is quantised).
       k: keys as they were written.
       v: values as they were written.
       rows: which queries read which run of slots, and at which shift.
@@ -111,7 +112,8 @@ def segment_attention(
       sinks in reverse mode, not in `turn`. Under vmap a batch is more rows of one call.
 
     Raises:
-      ValueError: if heads is not a multiple of kv_heads, or window or softcap is not positive.
+      ValueError: if heads is not a multiple of kv_heads, or window or softcap is not positive; or
+        if differentiated where K or V is quantised.
     """
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
     if heads % kv_heads:
@@ -152,6 +154,9 @@ def _attend(options: _Options) -> Callable[..., Partial]:
         return forward(q, k, v, rows, births, turn)
 
     def attend_fwd(*args):
+        for stored in args[1:3]:
+            if isinstance(stored, Quantized):
+                raise no_gradient(stored.values.dtype)
         partial = forward(*args)
         return partial, (args, partial.m)
 

@@ -31,7 +31,7 @@ class KVCache:
     UNWRITTEN: ClassVar[int] = -1  # birth of a slot that holds no token yet
     DROPPED: ClassVar[int] = -1  # position of a slot that later queries cannot attend to
 
-    kv: KV  # L arrays [slots, kv_heads, head_dim] each
+    kv: KV  # by layer [slots, kv_heads, head_dim], with scales if quantised
     birth: Int[Array, "*batch slots"]  # int32, RoPE position the key was written at
     position: Int[Array, "*batch slots"]  # int32, the position the key counts as having now
     next_position: Int[Array, "*batch"]  # int32, where the next token is born
@@ -99,8 +99,8 @@ def init(layers: int, slots: int, kv_heads: int, head_dim: int,
       slots: capacity in tokens, dropped ones included until `compact`.
       kv_heads: KV heads a layer.
       head_dim: dims a head.
-      dtype: what K and V are stored as; on a CPU, bfloat16 is fastest as
-        `storage.fastest_dtype(jnp.bfloat16)`.
+      dtype: what K and V are stored as: a float type of 16 bits or more, int8 or float8_e4m3fn
+        (fp8); on a CPU, bfloat16 and fp8 are fastest as `storage.fastest_dtype` of them.
 
     Raises:
       ValueError: if a size is not positive, or the type cannot hold KV.

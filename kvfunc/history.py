@@ -7,6 +7,8 @@ query that may not see it, and the rows of any chunk of queries. NumPy on the ho
 
 from __future__ import annotations
 
+import bisect
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -107,7 +109,8 @@ class History:
         self.live = live + tokens - seen
         self.next_position = next_position + tokens - seen
 
-        event_at = np.array([event.at for event in effective], np.int32)
+        self._event_at = [event.at for event in effective]
+        event_at = np.array(self._event_at, np.int32)
         dropped = dropped_by != NEVER
         self.visible_until = np.full(tokens, NEVER, np.int32)
         self.visible_until[dropped] = event_at[dropped_by[dropped]]
@@ -128,7 +131,36 @@ class History:
 
     def extend(self, tokens: int) -> History:
         """The same history with `tokens` further tokens at its end."""
-        return History(self.tokens + tokens, self.events)
+        if tokens < 0:
+            raise ValueError(f"tokens must be at least 0, got {tokens}")
+        longer = copy.copy(self)
+        longer.tokens, longer.live = self.tokens + tokens, self.live + tokens
+        longer.next_position = self.next_position + tokens
+        new = np.arange(tokens, dtype=np.int32)
+        stage = len(self._stage_start) - 1
+
+        def grown(old: np.ndarray, more: np.ndarray) -> np.ndarray:
+            return np.concatenate([old, more.astype(old.dtype)])
+
+        longer.births = grown(self.births, self.next_position + new)
+        longer.stage = grown(self.stage, np.full(tokens, stage))
+        longer.visible_until = grown(self.visible_until, np.full(tokens, NEVER))
+        if tokens:
+            longer.largest_birth = max(self.largest_birth, int(longer.births[-1]))
+            goes_on = (self.tokens > 0 and self.stage[-1] == stage
+                       and self.visible_until[-1] == NEVER)
+            first = (new == 0) & (not goes_on)
+            longer._segment_breaks = grown(self._segment_breaks, first)
+            started = new[first]
+            longer._segments = grown(self._segments, self.tokens + started)
+            longer._segment_dropped_by = grown(self._segment_dropped_by,
+                                               np.full(len(started), NEVER))
+        return longer
+
+    def events_between(self, start: int, stop: int) -> tuple[Event, ...]:
+        """The effective events that stand before one of the tokens [start, stop)."""
+        first = bisect.bisect_left(self._event_at, start)
+        return self.events[first:bisect.bisect_left(self._event_at, stop, first)]
 
     def common_prefix(self, other: History) -> int:
         """How many tokens both histories begin with, as far as events go (token ids aside).
@@ -239,6 +271,17 @@ class History:
                   for name in Rows.COLUMNS}
         return Rows(**joined, query_raw=queries.astype(np.int32))
 
+    def last_readers(self, queries: Integer[np.ndarray, " queries"],
+                     tokens: Integer[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        """The last of some queries that may see each token, as its place among them; -1 for none.
+
+        Args:
+          queries: raw indices, increasing.
+          tokens: raw indices.
+        """
+        last = np.searchsorted(queries, self.visible_until[tokens]) - 1
+        return np.where(np.append(queries, -1)[last] >= tokens, last, -1)
+
     def classify(self, computed: Integer[np.ndarray, " queries"]) -> list[Run]:
         """What a request that computes these queries does with each token (usage counters).
 
@@ -250,19 +293,22 @@ class History:
           computed: raw indices of the queries that run, increasing.
         """
         computed = np.asarray(computed, np.int64)
-        kind = np.full(self.tokens, self.KINDS.index("cached"))
-        others = np.setdiff1d(np.arange(self.tokens), computed, assume_unique=True)
-        reader = np.searchsorted(computed, self.visible_until[others]) - 1  # last that may see it
-        reader = np.append(computed, -1)[reader]
-        seen = reader > others
+        kind = np.full(self.tokens, self.KINDS.index("cached"), np.int8)
+        is_computed = np.zeros(self.tokens, bool)
+        is_computed[computed] = True
+        others = np.flatnonzero(~is_computed)
+        segment = np.repeat(np.arange(len(self._segments)),
+                            np.diff([*self._segments, self.tokens]))[others]
+        # The last that may see a token is the same for its whole segment, if it stands behind it.
+        last = np.append(computed, -1)[
+            np.searchsorted(computed, self.visible_until[self._segments]) - 1]
+        seen = last[segment] > others
         skipped = ~seen & (self.visible_until[others] != NEVER)
         kind[others[skipped]] = self.KINDS.index("drop_skipped")
-        others, reader_stage = others[seen], self.stage[reader[seen]]
-        segment = np.searchsorted(self._segments, others, side="right") - 1
-        for stage in np.unique(reader_stage):
-            here = reader_stage == stage
-            moved = self._segment_shifts(int(stage))[segment[here]] != 0
-            kind[others[here][moved]] = self.KINDS.index("repos")
+        reads = last > self._segments
+        moved = np.zeros(len(self._segments), bool)
+        moved[reads] = self._has_moved(np.flatnonzero(reads), self.stage[last[reads]])
+        kind[others[seen & moved[segment]]] = self.KINDS.index("repos")
         kind[computed] = self.KINDS.index("computed")
         positions = self.positions()
         dropped = positions == DROPPED
@@ -273,6 +319,28 @@ class History:
         return [Run(int(start), int(stop), self.KINDS[kind[start]],
                     None if dropped[start] else int(positions[start]))
                 for start, stop in zip(starts, [*starts[1:], self.tokens], strict=True)]
+
+    def _has_moved(self, segments: np.ndarray, stages: np.ndarray) -> np.ndarray:
+        """Which segments stand elsewhere than where they were born, each as seen from a stage.
+
+        Such a one has a token before it whose gap was closed since its birth.
+        """
+        closed_in = np.searchsorted(self._stage_event, self._segment_dropped_by, side="right")
+        first_closed = np.full(len(self._stage_event) + 1, NEVER, np.int64)
+        np.minimum.at(first_closed, closed_in, self._segments)
+        # level[i][c]: the first token among those closed in the 2^i stages from c on.
+        level = [first_closed]
+        while 2 ** len(level) <= len(first_closed):
+            half = 2 ** (len(level) - 1)
+            level.append(np.minimum(level[-1][:-half], level[-1][half:]))
+        born = self.stage[self._segments[segments]]
+        since = stages - born
+        moved = np.zeros(len(segments), bool)
+        for i, first in enumerate(level):
+            here = np.flatnonzero((since > 0) & (np.log2(np.maximum(since, 1)).astype(int) == i))
+            earliest = np.minimum(first[born[here] + 1], first[stages[here] - 2**i + 1])
+            moved[here] = earliest < self._segments[segments[here]]
+        return moved
 
     def _segment_positions(self, stage: int) -> Int[np.ndarray, " segments"]:
         """Where the first token of each segment stands in a stage; DROPPED if gone before it.
@@ -308,6 +376,10 @@ def _take_live(dropped_by: np.ndarray, event: Drop, index: int) -> list[Range]:
                 f"range ({start}, {stop}) of {event} must be non-empty and end at or before token "
                 f"{event.at}: a token that is not written yet cannot be dropped")
         live = dropped_by[start:stop] == NEVER
+        if live.all():
+            net.append((start, stop))
+            dropped_by[start:stop] = index
+            continue
         edges = np.flatnonzero(np.diff(np.concatenate([[False], live, [False]])))
         net += [(start + int(a), start + int(b)) for a, b in edges.reshape(-1, 2)]
         dropped_by[start:stop][live] = index

@@ -1,13 +1,14 @@
 """How K and V lie in memory: written once, read in blocks, always as stored.
 
 Every query reads what the storage holds, its own chunk and itself included, so KV is the same
-function of tokens and events however a prompt was cut. This file is the only one that knows what
-an element of the storage looks like.
+function of tokens and events however a prompt was cut. This file and quantize.py are the only ones
+that know what an element of the storage looks like.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +16,36 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-_BITS_OF_BFLOAT16 = jnp.uint16
+from kvfunc.quantize import BITS_OF_FP8, FP8, Quantized, is_quantized, quantize
+
+_BITS_OF_BFLOAT16 = jnp.dtype(jnp.uint16)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Storage: one K and one V array a layer. A library cache and a server's pool hold the same.
+    """Storage: K and V of every layer. A library cache and a server's pool hold the same.
 
-    The arrays are of a float type, or of uint16, which holds bfloat16 bit patterns (see
-    `fastest_dtype`).
+    A layer's K or V is an array of a float type, or of uint16, which holds bfloat16 bit patterns
+    (see `fastest_dtype`); or `Quantized`, which is int8 or fp8 with scales.
     """
 
-    k: tuple[Shaped[Array, "*batch slots kv_heads head_dim"], ...]  # rotated at birth
-    v: tuple[Shaped[Array, "*batch slots kv_heads head_dim"], ...]
+    # K is rotated at birth.
+    k: tuple[Shaped[Array, "*batch slots kv_heads head_dim"] | Quantized, ...]
+    v: tuple[Shaped[Array, "*batch slots kv_heads head_dim"] | Quantized, ...]
 
     @classmethod
     def zeros(cls, layers: int, slots: int, kv_heads: int, head_dim: int,
               dtype: DTypeLike = jnp.bfloat16) -> KV:
         """Room for `slots` tokens in each of `layers` layers.
+
+        Args:
+          layers: how many layers keep KV.
+          slots: how many tokens there is room for.
+          kv_heads: KV heads a layer.
+          head_dim: dims a head.
+          dtype: a float type of 16 bits or more, int8, float8_e4m3fn (fp8), or what
+            `fastest_dtype` makes of these.
 
         Raises:
           ValueError: if a size is not positive, or the type cannot hold KV.
@@ -42,52 +54,75 @@ class KV:
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if not (jnp.issubdtype(dtype, jnp.floating) or dtype == _BITS_OF_BFLOAT16):
-            raise ValueError(f"dtype must be a float type, or uint16 for the bits of bfloat16, "
-                             f"got {jnp.dtype(dtype)}")
+        dtype = jnp.dtype(dtype)
+        if is_quantized(dtype):
+            zeros = Quantized.zeros
+        elif dtype == _BITS_OF_BFLOAT16 or (jnp.issubdtype(dtype, jnp.floating)
+                                            and dtype.itemsize > 1):
+            zeros = jnp.zeros
+        else:
+            raise ValueError("dtype must be a float type of 16 bits or more, int8, float8_e4m3fn, "
+                             "or uint16 or uint8 for the bits of bfloat16 or float8_e4m3fn, "
+                             f"got {dtype}")
         shape = (slots, kv_heads, head_dim)
-        return cls(k=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-                   v=tuple(jnp.zeros(shape, dtype) for _ in range(layers)))
+        return cls(k=tuple(zeros(shape, dtype) for _ in range(layers)),
+                   v=tuple(zeros(shape, dtype) for _ in range(layers)))
 
     @property
     def slots(self) -> int:
         """How many tokens there is room for."""
         return self.k[0].shape[-3]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a slot takes, over all layers, scales included."""
+        per_slot = len(self.k[0].shape) - 2  # the first axis after the slots
+        return sum(x.dtype.itemsize * math.prod(x.shape[per_slot:]) for x in jax.tree.leaves(self))
+
 
 def fastest_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The storage type that holds `dtype` and is updated in place on this backend.
 
-    XLA's CPU backend updates an array of bfloat16 by converting all of it to float32 and back;
-    an array of the same bits as uint16 is updated in place. Gradients need a float type.
+    XLA's CPU backend updates an array of bfloat16 (or fp8) by converting all of it to float32 (or
+    float16) and back; an array of the same bits as uint16 (or uint8) is updated in place. Gradients
+    need a float type.
     """
-    as_bits = jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu"
-    return jnp.dtype(_BITS_OF_BFLOAT16 if as_bits else dtype)
+    dtype = jnp.dtype(dtype)
+    if jax.default_backend() != "cpu":
+        return dtype
+    return {jnp.dtype(jnp.bfloat16): _BITS_OF_BFLOAT16, FP8: BITS_OF_FP8}.get(dtype, dtype)
 
 
-def number_dtype(stored: Array) -> jnp.dtype:
-    """The float type of the numbers that a storage array holds."""
+def number_dtype(stored: Array | Quantized) -> jnp.dtype:
+    """The float type of the numbers that a layer's K or V holds."""
+    if isinstance(stored, Quantized):
+        return jnp.dtype(jnp.float32)
     return jnp.dtype(jnp.bfloat16) if stored.dtype == _BITS_OF_BFLOAT16 else stored.dtype
 
 
 def write_layer(
-    stored: Shaped[Array, "slots kv_heads head_dim"], slots: Int[Array, " n"],
+    stored: Shaped[Array, "slots kv_heads head_dim"] | Quantized, slots: Int[Array, " n"],
     new: Float[Array, "n kv_heads head_dim"],
-) -> Shaped[Array, "slots kv_heads head_dim"]:
+) -> Shaped[Array, "slots kv_heads head_dim"] | Quantized:
     """Put one layer's new keys (or values) into their slots, rounded to the stored type.
 
     A slot index equal to the number of slots or larger is discarded: so is padding written.
     """
-    new = new.astype(number_dtype(stored))
-    if stored.dtype == _BITS_OF_BFLOAT16:
-        new = lax.bitcast_convert_type(new, stored.dtype)
-    return stored.at[slots].set(new, mode="drop")
+    if isinstance(stored, Quantized):
+        new = quantize(new, stored.values.dtype)
+    else:
+        new = new.astype(number_dtype(stored))
+        if stored.dtype == _BITS_OF_BFLOAT16:
+            new = lax.bitcast_convert_type(new, stored.dtype)
+    return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), stored, new)
 
 
-def read_block(stored: Shaped[Array, "slots kv_heads head_dim"], start: Int[Array, ""],
+def read_block(stored: Shaped[Array, "slots kv_heads head_dim"] | Quantized, start: Int[Array, ""],
                size: int) -> Float[Array, "size kv_heads head_dim"]:
     """The numbers in `size` slots from `start` on, which must lie inside the storage."""
-    block = lax.dynamic_slice_in_dim(stored, start, size)
-    if stored.dtype == _BITS_OF_BFLOAT16:
+    block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), stored)
+    if isinstance(block, Quantized):
+        return block.numbers()
+    if block.dtype == _BITS_OF_BFLOAT16:
         block = lax.bitcast_convert_type(block, jnp.bfloat16)
     return block

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-
-import numpy as np
-from jaxtyping import Int
-
-from kvfunc.history import History
+import functools
+from collections.abc import AsyncIterator, Sequence
 
 from .engine import Engine
-from .interface import Sampling, Usage
-from .text import Piece, TextStream
+from .interface import End, Generation, Job, Token, Usage
+from .text import Decoder, Piece, TextStream
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A prompt that has passed every check, and how to go on from it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """One answer that a request asks for: a job, and the texts that end it."""
 
-    tokens: Int[np.ndarray, " tokens"]
-    history: History
-    salt: str
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    ignore_eos: bool
+    job: Job
+    stop: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,28 +32,59 @@ class Step:
     generated: int  # tokens of this choice so far
 
 
-def answer(engine: Engine, jobs: Sequence[Job]) -> Iterator[Step]:
-    """Run the jobs one after the other; the engine is left in order whenever this is closed.
+async def answer(engine: Engine, choices: Sequence[Choice]) -> AsyncIterator[Step]:
+    """Run all choices at once; their steps come as the engine makes them.
 
-    Iterating blocks: a worker thread does it. There is a step for every token, so that whoever
-    iterates can stop at any of them, also where the text is held back.
+    There is a step for every token, so that whoever iterates can stop at any of them, also where
+    the text is held back. Whatever is unfinished is cancelled when this is closed.
+
+    Raises:
+      Exception: what `Engine.submit` raises, or the error that one of the choices ended with.
     """
-    for choice, job in enumerate(jobs):
-        text = TextStream(engine.tokenizer.stream(), job.stop)
-        generated, reason = 0, "length"
-        with contextlib.closing(engine.generate(
-                job.tokens, job.history, salt=job.salt, max_tokens=job.max_tokens,
-                sampling=job.sampling)) as generation:
-            usage = generation.usage
-            for token in generation:
-                generated += 1
-                if token.id in engine.tokenizer.stop_ids and not job.ignore_eos:
-                    reason = "stop"
-                    break
-                piece = text.push(token)
-                if text.stopped:
-                    break
-                yield Step(choice, piece, None, usage, generated)
-            if not text.stopped:
-                piece = text.end()
-        yield Step(choice, piece, "stop" if text.stopped else reason, usage, generated)
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[tuple[int, Token | End]] = asyncio.Queue()
+
+    def deliver(index: int, item: Token | End) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(arrived.put_nowait, (index, item))
+
+    growing: dict[int, _Growing] = {}
+    try:
+        for index, choice in enumerate(choices):
+            generation = engine.submit(choice.job, functools.partial(deliver, index))
+            growing[index] = _Growing(index, generation, choice, engine.tokenizer.stream())
+        while growing:
+            index, item = await arrived.get()
+            if index not in growing:
+                continue  # underway when a stop string ended the choice
+            step = growing[index].step(item)
+            if step.finish_reason:
+                growing.pop(index).generation.cancel()
+            yield step
+    finally:
+        for unfinished in growing.values():
+            unfinished.generation.cancel()
+
+
+class _Growing:
+    """One choice's answer as far as it goes."""
+
+    def __init__(self, index: int, generation: Generation, choice: Choice, decoder: Decoder):
+        sampling = choice.job.sampling
+        self.generation = generation
+        self._index, self._stop_ids = index, sampling.stop_ids
+        self._text = TextStream(decoder, choice.stop, sampling.min_tokens)
+        self._generated = 0
+
+    def step(self, item: Token | End) -> Step:
+        text, reason = self._text, None
+        if isinstance(item, Token):
+            self._generated += 1
+            # The engine ends the answer behind a token of stop_ids, which has no text.
+            piece = Piece() if item.id in self._stop_ids else text.push(item)
+        elif item.error is not None:
+            raise item.error
+        else:
+            piece, reason = text.end(), item.reason
+        return Step(self._index, piece, "stop" if text.stopped else reason, self.generation.usage,
+                    self._generated)

@@ -7,21 +7,18 @@ import contextlib
 import functools
 import json
 import logging
-import math
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import anyio
-import anyio.to_thread
 import numpy as np
+from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from kvfunc.history import Event, History
 from kvfunc.models.chat import ChatTemplate, Rendered
@@ -29,19 +26,17 @@ from kvfunc.policies import Schedule
 
 from . import events as message_events
 from . import protocol
-from .answer import Job, Step, answer
+from .answer import Choice, Step, answer
 from .engine import Engine
-from .errors import ApiError, invalid, read_json
-from .interface import CapacityExceeded, ContextLengthExceeded
+from .errors import ApiError, read_json
+from .interface import CapacityExceeded, ContextLengthExceeded, Job
 from .protocol import ChatRequest, CompletionRequest
-from .responses import ChatReply, CompletionReply, Reply, usage
+from .responses import ChatReply, CompletionReply, Reply
 from .turns import Turns
 
 RETRY_AFTER_SECONDS = "5"
 
 _log = logging.getLogger(__name__)
-# A thread of the engine's may wait for its turn; the one whose turn it is must get its thread.
-_no_limit = anyio.CapacityLimiter(math.inf)
 _T = TypeVar("_T")
 
 
@@ -49,12 +44,22 @@ def create_app(engine: Engine, chat: ChatTemplate, *, warnings: Sequence[str] = 
     """The application.
 
     Args:
-      engine: generates tokens; its blocking methods are called in worker threads.
+      engine: generates tokens; it is started and closed with the application.
       chat: renders messages to tokens and their owners.
       warnings: what every answer's `warnings` shall say, such as a model loaded with a reservation.
     """
     api = _Api(engine, chat, tuple(warnings))
+
+    @contextlib.asynccontextmanager
+    async def running(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await run_sync(engine.close)
+
     return Starlette(
+        lifespan=running,
         routes=[
             Route("/health", _health),
             Route("/v1/models", api.models),
@@ -99,19 +104,20 @@ class _Api:
     @_guarded
     async def chat_completions(self, request: Request) -> Response:
         body = await _json_body(request)
-        asked, job, warnings, plan = await _in_thread(self._prepare_chat, body)
+        asked, choices, warnings, plan = await run_sync(self._prepare_chat, body)
         if plan is not None:
             return JSONResponse(plan)
-        reply = ChatReply(self._engine.name, self._engine.tokenizer, asked.logprobs or False)
-        return await self._respond(request, asked, [job], reply, warnings)
+        reply = ChatReply(self._engine.name, self._engine.tokenizer, asked.logprobs or False,
+                          asked.choices)
+        return await self._respond(request, asked, choices, reply, warnings)
 
     @_guarded
     async def completions(self, request: Request) -> Response:
         body = await _json_body(request)
-        asked, jobs = await _in_thread(self._prepare_completion, body)
+        asked, choices = await run_sync(self._prepare_completion, body)
         reply = CompletionReply(self._engine.name, self._engine.tokenizer,
-                                asked.logprobs is not None)
-        return await self._respond(request, asked, jobs, reply, self._warnings)
+                                asked.logprobs is not None, asked.choices)
+        return await self._respond(request, asked, choices, reply, self._warnings)
 
     def _card(self) -> dict[str, Any]:
         engine = self._engine
@@ -119,15 +125,19 @@ class _Api:
                 "owned_by": "kvfunc", "max_model_len": engine.context_length,
                 "kv_bytes_per_token": engine.kv_bytes_per_token}
 
+    def _check(self, asked: protocol.Request) -> None:
+        self._check_model(asked.model)
+        asked.check_token_ids(self._engine.tokenizer.vocab_size)
+
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._engine.name):
             raise ApiError(f"the model {name!r} is not served here: use {self._engine.name!r}",
                            param="model", code="model_not_found", status=404)
 
     def _prepare_chat(self, body: dict[str, Any]) -> tuple[
-            ChatRequest, Job, list[str], dict[str, Any] | None]:
+            ChatRequest, list[Choice], list[str], dict[str, Any] | None]:
         asked = ChatRequest.parse(body)
-        self._check_model(asked.model)
+        self._check(asked)
         edits = asked.edits()
         messages = body["messages"]
         rendered = self._render(asked, body)
@@ -146,13 +156,14 @@ class _Api:
         elif edits is not None:  # a policy, which breaks calls from their results knowingly
             schedule = edits(message_events.units(messages, rendered.owner))
         events = message_events.events(schedule, len(messages), rendered.owner)
-        job = self._job(asked, rendered.tokens, events, "messages")
+        choices = self._choices(asked, rendered.tokens, events, "messages")
         plan = None
         if asked.explain:
+            job = choices[0].job
             described = self._engine.plan(job.tokens, job.history, job.salt)
             plan = {"model": self._engine.name, **message_events.describe(
                 described, job.history, messages, rendered.owner, warnings)}
-        return asked, job, warnings, plan
+        return asked, choices, warnings, plan
 
     def _render(self, asked: ChatRequest, body: dict[str, Any]) -> Rendered:
         try:
@@ -162,11 +173,11 @@ class _Api:
             raise ApiError(f"{error}: change the messages, the tools or chat_template_kwargs",
                            param="messages", code="invalid_value") from error
 
-    def _prepare_completion(self, body: dict[str, Any]) -> tuple[CompletionRequest, list[Job]]:
+    def _prepare_completion(self, body: dict[str, Any]) -> tuple[CompletionRequest, list[Choice]]:
         asked = CompletionRequest.parse(body)
-        self._check_model(asked.model)
-        return asked, [self._job(asked, self._encode(prompt, param), [], param)
-                       for param, prompt in asked.prompts.items()]
+        self._check(asked)
+        return asked, [choice for param, prompt in asked.prompts.items()
+                       for choice in self._choices(asked, self._encode(prompt, param), [], param)]
 
     def _encode(self, prompt: str | list[int], param: str) -> np.ndarray:
         tokenizer = self._engine.tokenizer
@@ -175,14 +186,11 @@ class _Api:
             if tokenizer.adds_bos and ids[:1] != [tokenizer.bos_id]:
                 ids = [tokenizer.bos_id, *ids]
             return np.array(ids, np.int32)
-        for place, token_id in enumerate(prompt):
-            if token_id >= tokenizer.vocab_size:
-                raise invalid(f"{param}[{place}]", token_id,
-                              f"give token ids below {tokenizer.vocab_size}")
+        protocol.check_token_ids(prompt, param, tokenizer.vocab_size)
         return np.array(prompt, np.int32)
 
-    def _job(self, asked: ChatRequest | CompletionRequest, tokens: np.ndarray,
-             events: list[Event], param: str) -> Job:
+    def _choices(self, asked: protocol.Request, tokens: np.ndarray, events: list[Event],
+                 param: str) -> list[Choice]:
         if not len(tokens):
             raise ApiError(f"{param} has no tokens: give some text", param=param,
                            code="invalid_value")
@@ -192,87 +200,84 @@ class _Api:
         except ContextLengthExceeded as error:
             raise ApiError(str(error), param=param, code="context_length_exceeded") from error
         room = self._engine.max_new_tokens(history)
-        return Job(tokens, history, asked.salt, min(asked.token_limit or room, room),
-                   asked.sampling, asked.stop_strings, bool(asked.ignore_eos))
+        limit = min(asked.token_limit or room, room)
+        return [Choice(Job(tokens, history, asked.salt, limit, sampling), asked.stop_strings)
+                for sampling in asked.samplings(self._engine.tokenizer.stop_ids)]
 
-    async def _respond(self, request: Request, asked: protocol.Request, jobs: Sequence[Job],
+    async def _respond(self, request: Request, asked: protocol.Request, choices: Sequence[Choice],
                        reply: Reply, warnings: Sequence[str]) -> Response:
-        steps = answer(self._engine, jobs)
-        if asked.stream:
-            first = await _in_thread(next, steps)  # what fails before it is a plain HTTP error
-            return _EventStream(
-                _stream(steps, first, len(jobs), reply, asked.wants_usage_chunk, warnings),
-                headers={"Cache-Control": "no-cache"})
-        done = await _collect(request, steps)
-        return _nobody_listens() if done is None else JSONResponse(reply.whole(done, warnings))
+        if await request.is_disconnected():  # while the prompt was prepared
+            raise ClientDisconnect
+        steps = answer(self._engine, choices)
+        if not asked.stream:
+            done = await _while_connected(request, _collect(steps))
+            return JSONResponse(reply.whole(done, warnings))
+        first = await _while_connected(request, anext(steps))  # a failure is a plain HTTP error
+        return _EventStream(steps, _stream(steps, first, len(choices), reply,
+                                           asked.wants_usage_chunk, warnings))
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; the generator behind them is closed at once when the client leaves."""
+    """Server-sent events; the steps behind them are closed at once when the client leaves."""
 
     media_type = "text/event-stream"
 
-    async def stream_response(self, send: Send) -> None:
-        async with contextlib.aclosing(self.body_iterator):
-            await super().stream_response(send)
+    def __init__(self, steps: AsyncGenerator[Step], events: AsyncGenerator[str]):
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._steps = steps
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._steps), contextlib.aclosing(self.body_iterator):
+            await super().__call__(scope, receive, send)
 
 
-async def _stream(steps: Iterator[Step], first: Step, choices: int, reply: Reply,
+async def _stream(steps: AsyncIterator[Step], first: Step, choices: int, reply: Reply,
                   with_usage: bool, warnings: Sequence[str]) -> AsyncIterator[str]:
     more = {"usage": None} if with_usage else {}
     closing = {"warnings": list(warnings)} if warnings else {}
+    opened: set[int] = set()
     done: list[Step] = []
     step: Step | None = first
-    opened = -1
     try:
         while step is not None:
-            chunks = reply.chunks(step, first=step.choice > opened)
-            opened = step.choice
+            chunks = reply.chunks(step, first=step.choice not in opened)
+            opened.add(step.choice)
             if step.finish_reason:
                 done.append(step)
             for place, chunk in enumerate(chunks):
                 last = len(done) == choices and place == len(chunks) - 1
                 yield _event(reply.chunk(chunk, **more, **(
                     closing if last and not with_usage else {})))
-            step = await _in_thread(next, steps, None)
+            step = await anext(steps, None)
         if with_usage:
-            yield _event(reply.chunk([], usage=usage(done), **closing))
+            yield _event(reply.chunk([], usage=reply.usage(done), **closing))
         yield "data: [DONE]\n\n"
     except Exception as error:
         yield _event(_as_api_error(error).body())
-    finally:
-        with anyio.CancelScope(shield=True):
-            await _in_thread(steps.close)
 
 
-async def _collect(request: Request, steps: Iterator[Step]) -> list[Step] | None:
-    """All steps, or None when the client left before the last."""
-    gone = threading.Event()
+async def _collect(steps: AsyncIterator[Step]) -> list[Step]:
+    return [step async for step in steps]
 
-    def collect() -> list[Step] | None:
-        done = []
-        with contextlib.closing(steps):
-            for step in steps:
-                if gone.is_set():
-                    return None
-                done.append(step)
-        return done
 
-    async def watch() -> None:
+async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:
+    """Await the work; if the client leaves first, cancel it and raise ClientDisconnect."""
+
+    async def departure() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        gone.set()
 
-    watcher = asyncio.create_task(watch())
+    watching = asyncio.ensure_future(departure())
+    working = asyncio.ensure_future(work)
     try:
-        return await _in_thread(collect)
+        await asyncio.wait([watching, working], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        watcher.cancel()
-
-
-async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    return await anyio.to_thread.run_sync(functools.partial(function, *arguments),
-                                          limiter=_no_limit)
+        watching.cancel()
+        working.cancel()
+        await asyncio.wait([watching, working])
 
 
 async def _json_body(request: Request) -> dict[str, Any]:

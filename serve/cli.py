@@ -43,6 +43,28 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class KvDtype(StrEnum):
+    """Number formats of KV alone; the last two have a scale for each token and head."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    int8 = "int8"
+    fp8 = "fp8"
+
+    @property
+    def stored(self) -> str:
+        """As JAX calls it."""
+        return "float8_e4m3fn" if self is KvDtype.fp8 else self.value
+
+
+class EvictionPolicy(StrEnum):
+    """What loses its KV first when memory is short."""
+
+    worth = "worth"
+    lru = "lru"
+    dropped_first = "dropped_first"
+
+
 class PolicyName(StrEnum):
     """Ways to keep a growing history short."""
 
@@ -68,7 +90,8 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.bfloat16,
     kv_dtype: Annotated[
-        Dtype | None, typer.Option(help="Number format of the KV cache.", show_default="as --dtype")
+        KvDtype | None,
+        typer.Option(help="Number format of the KV cache.", show_default="as --dtype"),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -81,6 +104,28 @@ def serve(
     kv_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens the KV cache holds, all conversations together.")
     ] = 32768,
+    page_size: Annotated[
+        int, typer.Option(min=1, max=128, help="Tokens of KV that are allocated at a time.")
+    ] = 16,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Requests that run at once; others wait.")
+    ] = 16,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens computed in one step: the longer, the sooner prompts are through, and "
+            "the longer running answers wait for one.",
+        ),
+    ] = 512,
+    eviction_policy: Annotated[
+        EvictionPolicy,
+        typer.Option(
+            help="What loses its KV first when memory is short: what is expected to save the "
+            "least work; the least recently used; or what was dropped, then the least recently "
+            "used."
+        ),
+    ] = EvictionPolicy.worth,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API.", show_default="the file's")
     ] = None,
@@ -111,20 +156,28 @@ def serve(
     try:
         engine = Engine(
             loaded,
-            kv_dtype=(kv_dtype or dtype).value,
+            kv_dtype=None if kv_dtype is None else kv_dtype.stored,
             context_length=max_model_len,
             kv_tokens=kv_tokens,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            chunk=max_num_batched_tokens,
+            policy=eviction_policy.value,
         )
     except ValueError as error:
         _fail(str(error))
     with _step(console, "compiling") as progress:
         engine.warm_up(progress)
 
+    shapes = ", ".join(f"{tokens:,} x {rows:,}" for tokens, rows in engine.shapes)
+    console.print(f"compiled steps (tokens x rows): {shapes}")
+
     web = create_app(engine, loaded.chat)
-    size = decimal(kv_tokens * engine.kv_bytes_per_token)
+    size = decimal(engine.kv_tokens * engine.kv_bytes_per_token)
     console.print(
-        f"{engine.name}: context {engine.context_length:,} tokens; "
-        f"KV cache {kv_tokens:,} tokens of {kv_dtype or dtype}, {size}"
+        f"{engine.name}: context {engine.context_length:,} tokens; {max_num_seqs} requests at "
+        f"once; KV cache {engine.kv_tokens:,} tokens of {kv_dtype or dtype} in pages of "
+        f"{page_size}, {size}"
     )
     console.print("OpenAI's API under /v1, Ctrl-C stops")
     with contextlib.suppress(KeyboardInterrupt):

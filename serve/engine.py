@@ -1,107 +1,157 @@
-"""The device side of the server: one request at a time through one jitted, donating step.
+"""The device side of the server: all that runs goes through one jitted, donating step.
 
-A request is a history; what is resident of it is found in the store, the tokens that must be
-computed follow from it, holes included, and they run in chunks of a few compiled sizes.
+A step is some queries of some requests: chunks of prompts, recovered KV and newest tokens alike,
+packed one behind the other, with the rows through which they read the pool. Its shapes come from a
+short list, all compiled before the first request.
 """
 
 from __future__ import annotations
 
-import secrets
+import dataclasses
+import itertools
+import logging
+import queue
 import threading
-from collections.abc import Iterator
-from typing import Any
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvfunc.history import HOLE, History, Run
+from kvfunc.history import HOLE, History
 from kvfunc.models.llama import Llama
 from kvfunc.models.load import LoadedModel
 from kvfunc.models.params import Progress
+from kvfunc.rows import Rows
 from kvfunc.storage import KV, fastest_dtype
 
-from . import sampler
+from . import eviction, sampler
 from .interface import (
     CapacityExceeded,
     ContextLengthExceeded,
+    Deliver,
+    End,
+    Job,
     Plan,
-    Sampling,
     Token,
     Usage,
 )
-from .store import Conversation, Store
+from .pages import Pages
+from .radix import Tree
+from .scheduler import Counters, Scheduler, Work
+from .sequence import Sequence
 
-ROWS = 1024  # rows of a compiled step; a longer table compiles one of 16 times as many
-SIZES = (64, 256)  # compiled numbers of queries between one token and a whole chunk
-PADDING_WORTH = 1.5  # how much larger a step may be than what is left to run in it
-SLOTS_AT_ONCE = 64  # how many slots a growing answer takes at a time
+ROWS = 8192  # of a compiled step; a request that needs more runs alone, in a step of its own
+BETWEEN = (64, 256)  # compiled numbers of queries between one for each request and a whole chunk
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Seconds:
+    """Where the time of steps went."""
+
+    host: float = 0.0  # planning, packing and delivering
+    device: float = 0.0  # from the call of the step to its tokens
 
 
 class Engine:
-    """Runs one request at a time and keeps the KV of the last conversations.
+    """Runs many requests at once over one pool, and keeps their KV while there is room.
+
+    `start` lets a thread of its own run steps while there is work, until `close`. Without it,
+    whoever submits calls `step`.
 
     Args:
       model: weights, configuration and tokenizer.
       kv_dtype: number format of the KV; None is that of the weights.
       context_length: positions a request may use; None is the model's own limit.
-      kv_tokens: slots of the pool, all conversations together.
-      chunk: largest number of prompt tokens in one step.
+      kv_tokens: slots of the pool, all requests together, in whole pages.
+      page_size: slots that are allocated at a time, 1 to 128.
+      max_num_seqs: requests that run at once; others wait.
+      chunk: the most queries of a step, so the longest that a running answer waits.
+      policy: what is evicted first, one of `eviction.POLICIES`.
 
     Raises:
-      ValueError: for sizes that are not positive, or a context beyond the model's.
+      ValueError: for sizes out of range, or a context beyond the model's.
     """
 
     def __init__(self, model: LoadedModel, *, kv_dtype: DTypeLike | None = None,
-                 context_length: int | None = None, kv_tokens: int = 32768, chunk: int = 512):
+                 context_length: int | None = None, kv_tokens: int = 32768, page_size: int = 16,
+                 max_num_seqs: int = 16, chunk: int = 512, policy: str = "worth"):
         config = model.config
         weights_dtype = model.params["embed"]["weight"].dtype
-        if context_length is not None and not 1 <= context_length <= config.context_length:
-            raise ValueError(f"max_model_len must be between 1 and {config.context_length}, the "
-                             f"model's own context, got {context_length}")
-        if kv_tokens < 1 or chunk < 1:
-            raise ValueError(f"kv_tokens and chunk must be at least 1, got {kv_tokens} and {chunk}")
+        _check(config.context_length, context_length, kv_tokens, page_size, max_num_seqs, chunk,
+               policy)
         self.name, self.config, self.tokenizer = model.name, config, model.tokenizer
         self.context_length = context_length or config.context_length
-        self.kv_tokens = kv_tokens
         self.compilations = 0
-        stored = fastest_dtype(weights_dtype if kv_dtype is None else kv_dtype)
-        self.kv_bytes_per_token = (2 * config.layers * config.kv_heads * config.head_dim
-                                   * stored.itemsize)
+        self.seconds = Seconds()
+        self._stored = fastest_dtype(weights_dtype if kv_dtype is None else kv_dtype)
+
         # XLA's CPU products of one bfloat16 row fall off the fast path.
         least = 1 if weights_dtype == jnp.float32 else 2
-        chunk = max(chunk, least)
-        between = (size for size in SIZES if least < size < chunk)
-        self._query_sizes = sorted({least, *between, chunk})
-        self._least = least
+        self._most = max(max_num_seqs, least)  # tokens chosen in a step
+        chunk = max(chunk, self._most)
+        self._sizes = sorted({least, self._most, chunk,
+                              *(size for size in BETWEEN if self._most < size < chunk)})
+        pages = Pages(kv_tokens // page_size, page_size)
+        self.kv_tokens = pages.slots
+        # The keys that one query sees have positions of their own, so they are never more.
+        most_rows = min(self.context_length, pages.slots)
+        self._rows = min(ROWS, most_rows)
+        self.shapes = [(size, self._rows) for size in self._sizes]  # (tokens, rows) of steps
+        if most_rows > self._rows:
+            self.shapes.append((least, most_rows))
+        work_of_token = sum(x.size for name, x in _leaves(model.params) if name != "embed")
+        attention_of_key = 2 * config.layers * config.heads * config.head_dim
+        tree = Tree(pages, eviction.POLICIES[policy], -(-work_of_token // attention_of_key))
+        self.scheduler = Scheduler(pages, tree, lanes=max_num_seqs, sizes=self._sizes,
+                                   rows=self._rows, most_rows=most_rows)
+
         self._params = model.params
-        self._kv = KV.zeros(config.layers, kv_tokens, config.kv_heads, config.head_dim, stored)
-        self._store = Store(kv_tokens)
-        self._busy = threading.Lock()
+        self._reset_device()
+        self.kv_bytes_per_token = self._kv.bytes_per_token
+        self._lock = threading.Lock()  # of the scheduler and what hangs on it
+        self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._wake, self._stopping = threading.Event(), False
+        self._thread: threading.Thread | None = None
         network = Llama(config, weights_dtype)
 
-        def step(params, kv, batch):
-            self.compilations += 1  # runs when traced, that is once for each new shape
-            return network.forward(params, kv=kv, **batch)
+        def step(params, kv, packed, table, at):
+            self.compilations += 1  # runs when traced, that is once for each shape
+            tokens, births, slots, query_raw = packed
+            rows = Rows(*table, query_raw=query_raw)
+            return network.forward(params, tokens, births, slots, kv, rows, at)
 
         self._step = jax.jit(step, donate_argnames="kv")
 
+    @property
+    def counters(self) -> Counters:
+        """What happened since the start."""
+        return self.scheduler.counters
+
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every size of step, so that no request waits for a compiler.
+        """Compile every shape, so that no request waits for a compiler.
 
         Args:
           progress: called after each with what it was, how many are done, how many there are.
         """
-        history = History(0)
-        with self._busy:
-            for done, size in enumerate(self._query_sizes, start=1):
-                nothing = np.zeros(0, np.int32)
-                self._run(history, nothing, nothing, nothing, nothing, size)
-                if progress is not None:
-                    progress(f"step of {size} tokens", done, len(self._query_sizes))
-            logits = jnp.zeros(self.config.vocab_size, jnp.float32)
-            sampler.logprobs(logits, sampler.choose(logits, Sampling(), 0, 0))
+        heads = sorted({self._heads(size) for size in self._sizes})
+        total = len(self.shapes) + len(heads)
+
+        def tell(what: str, done: int) -> None:
+            _log.info("compiled: %s", what)
+            if progress is not None:
+                progress(what, done, total)
+
+        for done, (size, rows) in enumerate(self.shapes, start=1):
+            self._call_step([], size, rows)
+            tell(f"step of {size} tokens, {rows} rows", done)
+        for done, head in enumerate(heads, start=len(self.shapes) + 1):
+            self._lanes = sampler.warm_up(self._lanes, [head])
+            tell(f"sampler of {head} tokens", done)
 
     def check(self, history: History) -> None:
         """Refuse a prompt that can never run.
@@ -119,7 +169,7 @@ class Engine:
                 f"the prompt of {history.tokens} tokens needs {longest} positions, one for the "
                 f"answer included, and the context has {self.context_length}: shorten it, or drop "
                 "messages and reposition earlier in the history")
-        slots = len(history.needed(np.ones(history.tokens, bool), [history.tokens - 1]))
+        slots = _slots_at_once(history, self.scheduler.chunk)
         if slots > self.kv_tokens:
             raise CapacityExceeded(
                 f"the prompt needs {slots} KV slots and the pool has {self.kv_tokens}: shorten it, "
@@ -131,188 +181,255 @@ class Engine:
 
     def plan(self, tokens: np.ndarray, history: History, salt: str) -> Plan:
         """What a request would find and compute; nothing is run and nothing is taken."""
-        _, _, runs = self._work(tokens, history, salt)
-        return Plan(_usage(history, runs), tuple(runs))
+        with self._lock:
+            resident = self.scheduler.tree.find(salt, tokens, history)
+        return Plan.of(history, history.needed(resident == HOLE, [history.tokens - 1]))
 
-    def generate(self, tokens: np.ndarray, history: History, *, salt: str, max_tokens: int,
-                 sampling: Sampling) -> Generation:
-        """Begin an answer; waits until the one before has been closed.
+    def submit(self, job: Job, deliver: Deliver) -> Answer:
+        """Let a request wait for its turn; any thread may.
 
         Args:
-          tokens: int32 ids of the prompt.
-          history: its events.
-          salt: namespace of the cache; other salts never share KV.
-          max_tokens: longest answer in tokens.
-          sampling: how tokens are chosen.
+          job: the request. Its answer ends at the context's end at the latest.
+          deliver: called from the engine's thread with each token and, last, an `End`; it must
+            not block.
 
         Raises:
           ValueError, ContextLengthExceeded, CapacityExceeded: as `check`.
         """
-        self.check(history)
-        self._busy.acquire()
-        try:
-            return Generation(self, tokens, history, salt, max_tokens, sampling)
-        except BaseException:
-            self._busy.release()
-            raise
+        self.check(job.history)
+        room = self.max_new_tokens(job.history)
+        if job.max_tokens > room:
+            job = dataclasses.replace(job, max_tokens=room)
+        sequence = Sequence(job, deliver, next(self._numbers))
+        self._inbox.put(sequence)
+        self._wake.set()
+        return Answer(sequence, self._wake)
 
-    def _work(self, tokens: np.ndarray, history: History,
-              salt: str) -> tuple[np.ndarray, np.ndarray, list[Run]]:
-        """Slots of what is resident, with holes; the queries to compute; every token's class."""
-        match = self._store.find(salt, tokens, history)
-        resident = np.full(history.tokens, HOLE, np.int32)
-        resident[: match.length] = match.slots
-        queries = history.needed(resident == HOLE, [history.tokens - 1])
-        return resident, queries, history.classify(queries)
-
-    def _chunks(self, queries: np.ndarray) -> Iterator[np.ndarray]:
-        """Cut the queries so that each piece nearly fills a compiled size."""
-        while len(queries):
-            fits = [size for size in self._query_sizes if size >= len(queries)]
-            below = [size for size in self._query_sizes[1:] if size < len(queries)]
-            if not fits or (below and fits[0] > PADDING_WORTH * len(queries)):
-                size = max(below, default=self._query_sizes[0])
-            else:
-                size = len(queries)
-            yield queries[:size]
-            queries = queries[size:]
-
-    def _run(self, history: History, tokens: np.ndarray, queries: np.ndarray, slots: np.ndarray,
-             targets: np.ndarray, size: int | None = None) -> jax.Array:
-        """One step for these queries; the logits of the last one, on the device.
-
-        Args:
-          history: of all tokens, later ones included.
-          tokens: [queries] ids.
-          queries: [queries] raw indices.
-          slots: [tokens of the history] where KV stands.
-          targets: [queries] where to write; HOLE for what is resident already.
-          size: compiled number of queries, by default the smallest that fits.
-        """
-        count = len(queries)
-        size = size or next(s for s in self._query_sizes if s >= count)
-        rows = history.rows(queries, slots)
-        capacity = ROWS
-        while capacity < len(rows.q_start):
-            capacity *= 16
-
-        def padded(values: Any, fill: int) -> np.ndarray:
-            return np.pad(np.asarray(values, np.int32), (0, size - count), constant_values=fill)
-
-        discard = self._kv.slots
-        batch = dict(
-            tokens=padded(tokens, 0), births=padded(history.births[queries], 0),
-            slots=padded(np.where(targets == HOLE, discard, targets), discard),
-            rows=rows.pad(capacity, size), at=np.full(self._least, max(count - 1, 0), np.int32))
-        logits, self._kv = self._step(self._params, self._kv, batch)
-        return logits[0]
-
-
-class Generation:
-    """One answer being generated: iterate it for tokens, and close it in any case.
-
-    Attributes:
-      usage: the prompt's counters, known at once.
-    """
-
-    def __init__(self, engine: Engine, tokens: np.ndarray, history: History, salt: str,
-                 max_tokens: int, sampling: Sampling):
-        self._engine, self._salt, self._sampling = engine, salt, sampling
-        self._prompt = len(tokens)
-        self._max_tokens = min(max_tokens, engine.max_new_tokens(history))
-        self._history = history.extend(self._max_tokens)
-        self._tokens = np.concatenate([tokens, np.zeros(self._max_tokens, np.int32)])
-        self._computed = 0  # tokens from the start that are computed or need not be
-        self._closed = False
-        self._spare = np.zeros(0, np.int32)
-
-        resident, queries, runs = engine._work(tokens, history, salt)
-        self.usage = _usage(history, runs)
-        engine._store.hold(resident)
-        missing = queries[resident[queries] == HOLE]
-        new = engine._store.take(len(missing))
-        if len(new) < len(missing):
-            # Only what some query reads is worth its slot now.
-            for run in runs:
-                if run.kind == "drop_skipped":
-                    engine._store.release(resident[run.start:run.stop])
-                    resident[run.start:run.stop] = HOLE
-            new = np.concatenate([new, engine._store.take(len(missing) - len(new))])
-        self._slots = np.full(self._history.tokens, HOLE, np.int32)
-        self._slots[: self._prompt] = resident
-        self._slots[missing] = new
-        self._targets = np.full(self._history.tokens, HOLE, np.int32)
-        self._targets[missing] = new
-        self._queries = queries
-        self._answer = self._generate()
-
-    def __iter__(self) -> Iterator[Token]:
-        return self._answer
+    def start(self) -> None:
+        """Run steps in a thread whenever there is work."""
+        if self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._loop, name="kvfunc-engine", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
-        """End the answer, keep its KV for later requests and let the next request begin."""
-        if self._closed:
-            return
-        self._closed = True
-        self._answer.close()
-        engine, count = self._engine, self._computed
-        engine._store.release(self._spare)
-        engine._store.release(self._slots[count:])
-        if count:
-            engine._store.keep(Conversation(self._salt, self._tokens[:count],
-                                            _shortened(self._history, count), self._slots[:count]))
-        engine._busy.release()
+        """End the thread after the step that runs; answers that are not complete end with it."""
+        if self._thread is not None:
+            self._stopping = True
+            self._wake.set()
+            self._thread.join()
+            self._thread = None
+        self._end_all(RuntimeError("the server stops"))
 
-    def _generate(self) -> Iterator[Token]:
-        engine, sampling = self._engine, self._sampling
-        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        for queries in engine._chunks(self._queries):
-            logits = self._step(queries)
-            self._computed = int(queries[-1]) + 1
-        for index in range(self._max_tokens):
-            token = sampler.choose(logits, sampling, seed, index)
-            place = self._prompt + index
-            self._tokens[place] = int(token)
-            yield _token(logits, token, sampling)
-            if index + 1 == self._max_tokens or not self._grow(place):
-                return
-            logits = self._step(np.array([place]))
-            self._computed = place + 1
+    def clear(self) -> None:
+        """Forget all KV that no running request holds."""
+        with self._lock:
+            self.scheduler.tree.clear()
 
-    def _step(self, queries: np.ndarray) -> jax.Array:
-        return self._engine._run(self._history, self._tokens[queries], queries, self._slots,
-                                 self._targets[queries])
+    def step(self) -> bool:
+        """Run one step; False if nothing is left to do.
 
-    def _grow(self, place: int) -> bool:
-        """Give the token at `place` a slot; False if there is no room left."""
-        if not len(self._spare):
-            self._spare = self._engine._store.take(
-                min(SLOTS_AT_ONCE, self._history.tokens - place))
-        if not len(self._spare):
-            return False
-        self._slots[place] = self._targets[place] = self._spare[0]
-        self._spare = self._spare[1:]
-        return True
+        A fault of the device ends every answer that runs or waits, and the engine goes on empty.
+        """
+        start, before = time.perf_counter(), self.seconds.device
+        try:
+            with self._lock:
+                self._receive()
+                work = self.scheduler.plan()
+                ended, self.scheduler.ended = self.scheduler.ended, []
+            for sequence, end in ended:
+                _deliver(sequence, end)
+            if work:
+                self._run(work)
+        except Exception as error:
+            _log.exception("a step failed")
+            self._end_all(error)
+            self._reset_device()
+        waited = self.seconds.device - before
+        self.seconds.host += time.perf_counter() - start - waited
+        return bool(self.scheduler.running or self.scheduler.waiting or not self._inbox.empty())
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._wake.wait()
+            self._wake.clear()
+            while not self._stopping and self.step():
+                pass
+
+    def _receive(self) -> None:
+        scheduler = self.scheduler
+        while not self._inbox.empty():
+            scheduler.add(self._inbox.get())
+        for sequence in [*scheduler.waiting, *scheduler.running]:
+            if sequence.cancelled:
+                scheduler.remove(sequence)
+
+    def _run(self, work: list[Work]) -> None:
+        """Compute, choose tokens and hand them out."""
+        count = sum(len(part.queries) for part in work)
+        rows = sum(part.table.shape[1] for part in work)
+        size, rows = next((size, most) for size, most in self.shapes
+                          if size >= count and most >= rows)
+        choosing = [part.sequence for part in work if _chooses(part)]
+        self._begin_lanes(choosing)
+        start = time.perf_counter()
+        logits = self._call_step(work, size, rows)
+        chosen = self._choose(logits, choosing)
+        self.seconds.device += time.perf_counter() - start
+        deliveries: list[tuple[Sequence, Token | End]] = []
+        with self._lock:
+            self.scheduler.done(work)
+            for part in work:
+                if part.is_last and not part.sequence.job.max_tokens:
+                    self.scheduler.remove(part.sequence)
+                    deliveries.append((part.sequence, End("length")))
+            for sequence, token in zip(choosing, chosen, strict=True):
+                sequence.append(token.id)
+                deliveries.append((sequence, token))
+                if token.id in sequence.job.sampling.stop_ids:
+                    end = End("stop")
+                elif sequence.generated == sequence.job.max_tokens:
+                    end = End("length")
+                else:
+                    continue
+                self.scheduler.remove(sequence)
+                deliveries.append((sequence, end))
+        for sequence, what in deliveries:
+            _deliver(sequence, what)
+
+    def _call_step(self, work: list[Work], size: int, rows: int) -> jax.Array:
+        """Pack the work and run it; the logits of each part's last query, in order."""
+        discard = self.kv_tokens
+        packed = np.zeros((4, size), np.int32)
+        packed[2], packed[3] = discard, Rows.NO_QUERY
+        table = np.zeros((len(Rows.COLUMNS), rows), np.int32)
+        at = np.zeros(self._heads(size), np.int32)
+        query = row = head = 0
+        for part in work:
+            sequence, queries = part.sequence, part.queries
+            stop = query + len(queries)
+            packed[:, query:stop] = (
+                sequence.tokens[queries], sequence.history.births[queries],
+                np.where(part.targets == HOLE, discard, part.targets), queries)
+            mine = table[:, row:row + part.table.shape[1]]
+            mine[:] = part.table
+            mine[0] += query
+            if _chooses(part):
+                at[head] = stop - 1
+                head += 1
+            query, row = stop, row + part.table.shape[1]
+        logits, self._kv = self._step(self._params, self._kv, packed, table, at)
+        return logits
+
+    def _heads(self, size: int) -> int:
+        """How many tokens a step of this size can choose."""
+        return min(size, self._most)
+
+    def _begin_lanes(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sampling = sequence.job.sampling
+            if not sequence.lane_is_set and sampler.needs_lane(sampling):
+                self._lanes = sampler.begin(
+                    self._lanes, sequence.lane, sampling, sequence.job.tokens,
+                    sequence.stream[sequence.prompt:])
+            sequence.lane_is_set = True
+
+    def _choose(self, logits: jax.Array, sequences: list[Sequence]) -> list[Token]:
+        if not sequences:
+            jax.block_until_ready(logits)
+            return []
+        batch = sampler.Batch.of([(s.lane, s.job.sampling, s.seed, s.generated)
+                                  for s in sequences], logits.shape[0])
+        chosen, self._lanes = sampler.sample(self._lanes, logits, batch)
+        ids = np.asarray(chosen.tokens).tolist()
+        if all(s.job.sampling.logprobs is None for s in sequences):
+            return [Token(ids[i], None, ()) for i in range(len(sequences))]
+        own, top_ids, top = (np.asarray(x).tolist() for x in (
+            chosen.logprob, chosen.top_ids, chosen.top_logprobs))
+        made = []
+        for i, sequence in enumerate(sequences):
+            wanted = sequence.job.sampling.logprobs
+            if wanted is None:
+                made.append(Token(ids[i], None, ()))
+            else:
+                best = zip(top_ids[i][:wanted], top[i][:wanted], strict=True)
+                made.append(Token(ids[i], own[i], tuple(best)))
+        return made
+
+    def _end_all(self, error: Exception) -> None:
+        """End whatever runs or waits, and forget all KV."""
+        with self._lock:
+            self._receive()
+            scheduler = self.scheduler
+            sequences = [*scheduler.running, *scheduler.waiting]
+            for sequence in sequences:
+                scheduler.remove(sequence)
+            scheduler.tree.clear()
+        for sequence in sequences:
+            _deliver(sequence, End("error", error))
+
+    def _reset_device(self) -> None:
+        """A new pool, and nothing in it."""
+        config = self.config
+        self._kv = KV.zeros(config.layers, self.kv_tokens, config.kv_heads, config.head_dim,
+                            self._stored)
+        self._lanes = sampler.Lanes.zeros(self._most, config.vocab_size)
 
 
-def _usage(history: History, runs: list[Run]) -> Usage:
-    count = dict.fromkeys(History.KINDS, 0)
-    for run in runs:
-        count[run.kind] += run.stop - run.start
-    return Usage(prompt_tokens=history.tokens, cached_tokens=count["cached"],
-                 repos_tokens=count["repos"], drop_skipped_tokens=count["drop_skipped"],
-                 approximate_tokens=0)
+class Answer:
+    """A request that waits for its turn or is being answered (`interface.Generation`)."""
+
+    def __init__(self, sequence: Sequence, wake: threading.Event):
+        self._sequence, self._wake = sequence, wake
+
+    @property
+    def usage(self) -> Usage | None:
+        """The prompt's counters; None until it is admitted."""
+        return self._sequence.usage
+
+    def cancel(self) -> None:
+        """End it before the next step; its KV stays for later requests."""
+        self._sequence.cancelled = True
+        self._wake.set()
 
 
-def _shortened(history: History, tokens: int) -> History:
-    """The history of the first tokens: the events that stand before one of them."""
-    return History(tokens, [event for event in history.events if event.at < tokens])
+def _check(most: int, context_length: int | None, kv_tokens: int, page_size: int,
+           max_num_seqs: int, chunk: int, policy: str) -> None:
+    if context_length is not None and not 1 <= context_length <= most:
+        raise ValueError(f"max_model_len must be between 1 and {most}, the model's own context, "
+                         f"got {context_length}")
+    if not 1 <= page_size <= 128:
+        raise ValueError(f"page_size must be between 1 and 128 slots, got {page_size}")
+    if kv_tokens < page_size:
+        raise ValueError(f"kv_tokens must be at least page_size={page_size}, got {kv_tokens}")
+    if max_num_seqs < 1 or chunk < 1:
+        raise ValueError("max_num_seqs and chunk must be at least 1, "
+                         f"got {max_num_seqs} and {chunk}")
+    if policy not in eviction.POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(eviction.POLICIES)}, got {policy!r}")
 
 
-def _token(logits: jax.Array, token: jax.Array, sampling: Sampling) -> Token:
-    if sampling.logprobs is None:
-        return Token(int(token), None, ())
-    own, best, ids = (np.asarray(x) for x in sampler.logprobs(logits, token))
-    count = sampling.logprobs
-    return Token(int(token), float(own),
-                 tuple(zip(ids[:count].tolist(), best[:count].tolist(), strict=True)))
+def _slots_at_once(history: History, chunk: int) -> int:
+    """The most slots that computing a prompt from nothing takes at any time."""
+    queries = history.needed(np.ones(history.tokens, bool), [history.tokens - 1])
+    until = history.visible_until[queries]
+    change = np.bincount(queries, minlength=history.tokens)
+    change -= np.bincount(until[until < history.tokens], minlength=history.tokens)
+    return min(len(queries), int(np.cumsum(change).max()) + chunk)
+
+
+def _chooses(part: Work) -> bool:
+    return part.is_last and part.sequence.job.max_tokens > 0
+
+
+def _leaves(params) -> list[tuple[str, jax.Array]]:
+    return [(path[0].key, leaf) for path, leaf in jax.tree.leaves_with_path(params)]
+
+
+def _deliver(sequence: Sequence, what: Token | End) -> None:
+    """Hand over; a receiver that fails is none of the others' business."""
+    try:
+        sequence.deliver(what)
+    except Exception:
+        _log.exception("a receiver failed")
+        sequence.cancelled = True

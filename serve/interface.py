@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Protocol
 
-from kvfunc.history import Run
+import numpy as np
+from jaxtyping import Int, Integer
+
+from kvfunc.history import History, Run
 
 MAX_LOGPROBS = 20  # alternatives that can be reported, as in OpenAI's API
+MAX_STOP_IDS = 64  # token ids that can end one answer
 
 
 class ContextLengthExceeded(ValueError):
@@ -19,7 +25,7 @@ class CapacityExceeded(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """How the next token is chosen, and which tokens end the answer."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,6 +33,23 @@ class Sampling:
     min_p: float = 0.0
     seed: int | None = None
     logprobs: int | None = None  # how many alternatives to report; None: no log-probabilities
+    presence_penalty: float = 0.0  # taken off the logit of every token that the answer has
+    frequency_penalty: float = 0.0  # taken off for each time that the answer has it
+    repetition_penalty: float = 1.0  # divides the logits of tokens of prompt and answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0  # before so many tokens none of stop_ids is chosen
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the answer, at most MAX_STOP_IDS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """A prompt that has passed every check, and how to go on from it."""
+
+    tokens: Int[np.ndarray, " tokens"]  # int32 ids
+    history: History
+    salt: str  # namespace of the cache; other salts never share KV
+    max_tokens: int
+    sampling: Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +59,28 @@ class Token:
     id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The last thing that an answer delivers."""
+
+    reason: str  # "stop": the last token is one of stop_ids; "length"; "error"
+    error: Exception | None = None
+
+
+Deliver = Callable[[Token | End], None]
+
+
+class Generation(Protocol):
+    """An answer that is waiting for its turn or being generated."""
+
+    usage: Usage
+    """The prompt's counters; set before the first token is delivered."""
+
+    def cancel(self) -> None:
+        """End the answer if it has not ended; its KV stays for later requests."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,3 +106,14 @@ class Plan:
 
     usage: Usage
     runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, history: History, queries: Integer[np.ndarray, " queries"]) -> Plan:
+        """The plan that computes these queries of a prompt and reuses the rest."""
+        runs = history.classify(queries)
+        count = dict.fromkeys(History.KINDS, 0)
+        for run in runs:
+            count[run.kind] += run.stop - run.start
+        return cls(Usage(prompt_tokens=history.tokens, cached_tokens=count["cached"],
+                         repos_tokens=count["repos"], drop_skipped_tokens=count["drop_skipped"],
+                         approximate_tokens=0), tuple(runs))

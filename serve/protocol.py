@@ -5,8 +5,9 @@ Every fault raises `ApiError`, which names the parameter, its value and the reme
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,7 +17,10 @@ from kvfunc.policies import Policy, Schedule, rolling_tool_outputs
 from .errors import ApiError, first_fault, invalid, shown, unsupported
 from .interface import MAX_LOGPROBS, Sampling
 
+MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 32
+MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 
@@ -101,6 +105,9 @@ class Cache(_Closed):
 
 
 StopString = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Request(_Strict):
@@ -109,12 +116,21 @@ class Request(_Strict):
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: off
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None) = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    ignore_eos: bool | None = None  # generate until max_tokens; stop strings still end the answer
+    ignore_eos: bool | None = None  # the model's own ends do not end the answer
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache: Cache | None = None
@@ -124,6 +140,7 @@ class Request(_Strict):
         """Check a request's JSON object."""
         _check_neutral(body)
         _check_unbuilt_cache(body.get("cache"))
+        _check_bias_keys(body.get("logit_bias"))
         try:
             request = cls.model_validate(body)
         except ValidationError as error:
@@ -131,7 +148,33 @@ class Request(_Strict):
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options", body["stream_options"],
                           'it goes with "stream": true; set that or leave it out')
+        if request.best_of not in (None, request.choices):
+            raise unsupported("best_of", request.best_of,
+                              f"send {request.choices}, which is n, or leave it out")
+        limit = request.token_limit
+        if limit is not None and (request.min_tokens or 0) > limit:
+            raise invalid("min_tokens", request.min_tokens,
+                          f"the answer has at most {limit} tokens; give {limit} or less, or a "
+                          "larger max_tokens")
         return request
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Refuse a bias or an end that the model has no token for."""
+        for key, value in (self.logit_bias or {}).items():
+            if int(key) >= vocab_size:
+                raise invalid(f"logit_bias[{shown(key)}]", value,
+                              f"there is no such token; give token ids below {vocab_size}")
+        check_token_ids(self.stop_token_ids or (), "stop_token_ids", vocab_size)
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens to generate, None for as many as there is room for."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> int:
+        """How many answers each prompt gets."""
+        return self.n or 1
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -154,13 +197,35 @@ class Request(_Strict):
         asked = bool(self.stream_options and self.stream_options.include_usage)
         return asked or bool(self.model_fields_set & {"cache", *AKV_FIELDS})
 
-    def _sampling(self, logprobs: int | None) -> Sampling:
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")}
-        return Sampling(top_k=max(self.top_k or 0, 0), seed=self.seed, logprobs=logprobs,
-                        **{name: float(v) for name, v in given.items() if v is not None})
+    def samplings(self, ends: Collection[int]) -> list[Sampling]:
+        """How tokens are chosen, for each answer of a prompt.
+
+        Args:
+          ends: the tokens that end an answer of this model's.
+        """
+        given = {name: float(value) for name in NUMBERS
+                 if (value := getattr(self, name)) is not None}
+        shared = Sampling(
+            top_k=max(self.top_k or 0, 0), seed=self.seed, logprobs=self.alternatives,
+            logit_bias=tuple((int(key), float(value))
+                             for key, value in (self.logit_bias or {}).items()),
+            min_tokens=self.min_tokens or 0,
+            stop_ids=frozenset(self.stop_token_ids or ()).union(() if self.ignore_eos else ends),
+            **given)
+        return [shared if self.seed is None else
+                dataclasses.replace(shared, seed=self.seed + place)
+                for place in range(self.choices)]
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to report, None for no log-probabilities at all."""
+        raise NotImplementedError
 
 
 AKV_FIELDS = ("drop_message", "drop_rule", "reposition")
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+           "repetition_penalty")
+CANONICAL = re.compile("0|[1-9][0-9]{0,18}")
 
 
 class ChatRequest(Request):
@@ -197,9 +262,9 @@ class ChatRequest(Request):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return self._sampling((self.top_logprobs or 0) if self.logprobs else None)
+    def alternatives(self) -> int | None:
+        """How many alternatives to report, None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def edits(self) -> Schedule | Policy | None:
         """The events asked for, in whichever spelling: written out, or left to a policy."""
@@ -247,7 +312,6 @@ class ChatRequest(Request):
         return "drop_rule.drop_messages", drop
 
 
-TokenId = Annotated[int, Field(ge=0)]
 Prompt = (str | Annotated[list[str], Field(min_length=1)]
           | Annotated[list[TokenId], Field(min_length=1)]
           | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)])
@@ -272,7 +336,7 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> dict[str, str | list[int]]:
-        """One prompt per choice, in order, each by the parameter that holds it."""
+        """The prompts in order, each by the parameter that holds it."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return {"prompt": self.prompt}
         return {f"prompt[{place}]": prompt for place, prompt in enumerate(self.prompt)}
@@ -283,17 +347,23 @@ class CompletionRequest(Request):
         return self.max_tokens or DEFAULT_COMPLETION_TOKENS
 
     @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return self._sampling(self.logprobs)
+    def alternatives(self) -> int | None:
+        """How many alternatives to report, None for no log-probabilities at all."""
+        return self.logprobs
+
+
+def check_token_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
+    """Refuse ids that the model has no token for."""
+    for place, token_id in enumerate(ids):
+        if token_id >= vocab_size:
+            raise invalid(f"{param}[{place}]", token_id, f"give token ids below {vocab_size}")
 
 
 # Parameters that would change the answer and are not built: the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "logit_bias": ({},), "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},),
-    "functions": ([],), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "echo": (False,), "suffix": ("",), "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},), "functions": ([],),
+    "add_generation_prompt": (True,), "continue_final_message": (False,),
 }
 
 
@@ -310,6 +380,13 @@ def _check_neutral(body: dict[str, Any]) -> None:
 def _check_unbuilt_cache(cache: Any) -> None:
     if isinstance(cache, dict) and cache.get("drop_thinking"):
         raise unsupported("cache.drop_thinking", cache["drop_thinking"], "leave it out")
+
+
+def _check_bias_keys(logit_bias: Any) -> None:
+    for key, value in logit_bias.items() if isinstance(logit_bias, dict) else ():
+        if not CANONICAL.fullmatch(key):
+            raise invalid(f"logit_bias[{shown(key)}]", value,
+                          "the key must be a token id: an integer from 0 without leading zeros")
 
 
 def _check_message(message: dict[str, Any], param: str) -> None:
@@ -348,7 +425,7 @@ def _index(value: Any, param: str) -> int:
     """A message index: an integer, an integral float or a canonical decimal string."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, str) and re.fullmatch("0|[1-9][0-9]{0,18}", value):
+    if isinstance(value, str) and CANONICAL.fullmatch(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise invalid(param, value, "give a message index: an integer from 0 without leading zeros")

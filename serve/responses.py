@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -17,30 +18,41 @@ Json = dict[str, Any]
 
 
 class Reply:
-    """One answer's objects; the two APIs differ in a choice's shape only."""
+    """One answer's objects; the two APIs differ in a choice's shape only.
+
+    Args:
+      model: its name.
+      tokenizer: gives the text of single tokens.
+      logprobs: whether log-probabilities were asked for.
+      choices: how many each prompt has; they stand one behind the other.
+    """
 
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
 
-    def __init__(self, model: str, tokenizer: Any, logprobs: bool):
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool, choices: int = 1):
         self._head = {"id": self.PREFIX + uuid.uuid4().hex, "created": int(time.time()),
                       "model": model}
         self._tokenizer = tokenizer
         self._wants_logprobs = logprobs
+        self._choices = choices
 
     def whole(self, steps: Sequence[Step], warnings: Sequence[str]) -> Json:
         """The answer in one piece."""
-        choices = []
-        for last in (step for step in steps if step.finish_reason):
-            pieces = [step.piece for step in steps if step.choice == last.choice]
-            whole = Piece("".join(piece.text for piece in pieces),
-                          tuple(token for piece in pieces for token in piece.tokens))
-            choices.append({"index": last.choice, **self._content(whole),
-                            "logprobs": self._logprobs(whole.tokens),
-                            "finish_reason": last.finish_reason})
-        return {**self._head, "object": self.WHOLE, "choices": choices,
-                "usage": usage(steps), **_warned(warnings)}
+        by_choice: dict[int, list[Step]] = collections.defaultdict(list)
+        for step in steps:
+            by_choice[step.choice].append(step)
+        return {**self._head, "object": self.WHOLE,
+                "choices": [self._choice(by_choice[index]) for index in sorted(by_choice)],
+                "usage": self.usage(steps), **_warned(warnings)}
+
+    def _choice(self, steps: Sequence[Step]) -> Json:
+        whole = Piece("".join(step.piece.text for step in steps),
+                      tuple(token for step in steps for token in step.piece.tokens))
+        return {"index": steps[-1].choice, **self._content(whole),
+                "logprobs": self._logprobs(whole.tokens),
+                "finish_reason": steps[-1].finish_reason}
 
     def chunks(self, step: Step, first: bool) -> list[list[Json]]:
         """The chunks' `choices` for one step: any number, the last with the finish reason."""
@@ -57,6 +69,24 @@ class Reply:
     def chunk(self, choices: list[Json], **more: Any) -> Json:
         """A stream's chunk."""
         return {**self._head, "object": self.CHUNK, "choices": choices, **more}
+
+    def usage(self, steps: Iterable[Step]) -> Json:
+        """OpenAI's `usage`, with the counters of semantics.md: each prompt counts once."""
+        done = [step for step in steps if step.finish_reason]
+        prompts = [step.usage for step in done if step.choice % self._choices == 0]
+        prompt = sum(usage.prompt_tokens for usage in prompts)
+        generated = sum(step.generated for step in done)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(usage.cached_tokens for usage in prompts),
+                "repos_tokens": sum(usage.repos_tokens for usage in prompts),
+                "drop_skipped_tokens": sum(usage.drop_skipped_tokens for usage in prompts),
+                "approximate_tokens": sum(usage.approximate_tokens for usage in prompts),
+            },
+        }
 
     def _opening(self) -> list[Json]:
         raise NotImplementedError
@@ -130,24 +160,6 @@ class CompletionReply(Reply):
     def _top(self, token: Token) -> dict[str, float]:
         return {self._text(token_id): _finite(logprob)
                 for token_id, logprob in (*token.top, (token.id, token.logprob))}
-
-
-def usage(steps: Iterable[Step]) -> Json:
-    """OpenAI's `usage`, summed over choices, with the counters of semantics.md."""
-    done = [step for step in steps if step.finish_reason]
-    prompt = sum(step.usage.prompt_tokens for step in done)
-    generated = sum(step.generated for step in done)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(step.usage.cached_tokens for step in done),
-            "repos_tokens": sum(step.usage.repos_tokens for step in done),
-            "drop_skipped_tokens": sum(step.usage.drop_skipped_tokens for step in done),
-            "approximate_tokens": sum(step.usage.approximate_tokens for step in done),
-        },
-    }
 
 
 def _warned(warnings: Sequence[str]) -> Json:

@@ -27,10 +27,14 @@ ROPES = {
     "partial": Rope.default(HEAD_DIM // 2),
     "interleaved": Rope.default(HEAD_DIM, interleaved=True),
 }
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+FLOATS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+QUANTIZED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+DTYPES = FLOATS | QUANTIZED
 SINKS = np.linspace(-1, 2, HEADS, dtype=np.float32)
 OPTIONS = {"plain": {}, "window": dict(window=5), "all": dict(window=5, softcap=2.0, sinks=SINKS)}
-BITS_OF_BFLOAT16 = jnp.uint16  # storage.fastest_dtype
+# storage.fastest_dtype
+AS_BITS = {"bits of bfloat16": jnp.uint16, "bits of fp8": jnp.uint8}
+FLOAT_OF_BITS = {np.uint16: ml_dtypes.bfloat16, np.uint8: ml_dtypes.float8_e4m3fn}
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -126,17 +130,31 @@ def empty_cache(dtype, layers: int = 1) -> kvfunc.KVCache:
 
 
 def not_a_number(stored):
-    if stored.dtype == BITS_OF_BFLOAT16:
-        nan = np.array(np.nan, ml_dtypes.bfloat16).view(np.uint16)
+    """NaN in an array of storage; of int8, whose scales hold the NaN, garbage."""
+    kind = stored.dtype.type
+    if kind == np.int8:
+        nan = np.int8(77)
     else:
-        nan = np.array(np.nan, stored.dtype)
+        nan = np.array(np.nan, FLOAT_OF_BITS.get(kind, kind)).view(kind)
     return jnp.full(stored.shape, nan)
 
 
 def numbers(stored) -> np.ndarray:
-    """What a storage array holds, in float64."""
+    """What a layer's K or V holds, in float64."""
+    if isinstance(stored, kvfunc.Quantized):
+        return numbers(stored.values) * numbers(stored.scales)[..., None]
     stored = np.asarray(stored)
-    return (stored.view(ml_dtypes.bfloat16) if stored.dtype == np.uint16 else stored).astype(float)
+    kind = stored.dtype.type
+    return stored.view(FLOAT_OF_BITS.get(kind, kind)).astype(float)
+
+
+def only_in(slots, kv: kvfunc.KV) -> kvfunc.KV:
+    """Storage with NaN outside of a mask over slots."""
+    def where(stored):
+        mask = np.asarray(slots).reshape(-1, *[1] * (stored.ndim - 1))
+        return jnp.where(mask, stored, not_a_number(stored))
+
+    return jax.tree.map(where, kv)
 
 
 def append(cache, rope: Rope, vectors: Vectors, first: int, count: int, **options):

@@ -10,14 +10,28 @@ import programs
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from programs import DTYPES, HEAD_DIM, OPTIONS, ROPES, SLOTS, Vectors, verbs
+from programs import (
+    AS_BITS,
+    DTYPES,
+    FLOATS,
+    HEAD_DIM,
+    OPTIONS,
+    QUANTIZED,
+    ROPES,
+    SLOTS,
+    Vectors,
+    verbs,
+)
 
-from kvfunc import KVCache, Rows
+from kvfunc import KVCache, Quantized, Rows
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2, jnp.uint16: 1e-2}
+# Queries are cast to bfloat16 with bfloat16 keys; with quantised ones they stay float32.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2, jnp.uint16: 1e-2,
+             jnp.int8: 1e-5, jnp.float8_e4m3fn: 1e-5, jnp.uint8: 1e-5}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+every_float = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -27,7 +41,7 @@ def expected(life, rope, vectors, stored_k, stored_v, **options):
 
     From float32 storage the keys are the original ones; from less, they are what was stored.
     """
-    if stored_k.dtype == jnp.float32:
+    if not isinstance(stored_k, Quantized) and stored_k.dtype == jnp.float32:
         return oracle.attend_as_seen(life, rope, *vectors, **options)
     k = oracle.unrotate(rope, programs.numbers(stored_k), life.births)
     return oracle.attend_as_seen(life, rope, vectors.q, k, programs.numbers(stored_v), **options)
@@ -36,12 +50,12 @@ def expected(life, rope, vectors, stored_k, stored_v, **options):
 def check_cache(ops, rope, seed, dtype, **options):
     vectors, life = Vectors.random(seed), programs.life(ops)
     cache, outputs = programs.play(ops, rope, vectors, dtype, **options)
-    k, v = (x[0][:len(life.births)] for x in (cache.kv.k, cache.kv.v))
+    k, v = jax.tree.map(lambda x: x[:len(life.births)], (cache.kv.k[0], cache.kv.v[0]))
     np.testing.assert_allclose(outputs, expected(life, rope, vectors, k, v, **options),
                                rtol=0, atol=TOLERANCE[dtype])
 
 
-@every_dtype
+@every_float
 @every_rope
 @settings(max_examples=25)
 @given(ops=programs.programs(), seed=programs.seeds)
@@ -50,10 +64,11 @@ def test_attention_after_drops_and_repos_is_that_of_keys_rotated_again_in_float6
     check_cache(ops, rope, seed, dtype)
 
 
+@pytest.mark.parametrize("dtype", (QUANTIZED | AS_BITS).values(), ids=QUANTIZED | AS_BITS)
 @settings(max_examples=15)
 @given(ops=programs.programs(), seed=programs.seeds)
-def test_bfloat16_kept_as_bits_attends_like_bfloat16(ops, seed):
-    check_cache(ops, ROPES["llama3"], seed, programs.BITS_OF_BFLOAT16)
+def test_quantised_keys_and_bits_attend_as_the_numbers_that_they_stand_for(dtype, ops, seed):
+    check_cache(ops, ROPES["llama3"], seed, dtype)
 
 
 @pytest.mark.parametrize("options", [OPTIONS["window"], OPTIONS["all"]], ids=["window", "all"])
@@ -225,9 +240,7 @@ def test_nan_in_slots_that_are_dropped_or_not_written_never_leaks(dtype):
     vectors = Vectors.random(1)
     cache, _ = programs.append(programs.empty_cache(dtype), ROPES["default"], vectors, 0, 20)
     cache, _ = verbs.drop(cache, programs.raw_mask({0, 5, 6, 7, 19}))
-    poisoned = jax.tree.map(
-        lambda stored: jnp.where(cache.live[:, None, None], stored, jnp.nan).astype(stored.dtype),
-        cache.kv)
+    poisoned = programs.only_in(cache.live, cache.kv)
     for count in (1, 12):
         _, clean = programs.append(cache, ROPES["default"], vectors, 20, count)
         _, out = programs.append(dataclasses.replace(cache, kv=poisoned), ROPES["default"], vectors,

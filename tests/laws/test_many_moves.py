@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import programs
 import pytest
-from programs import DTYPES, HEAD_DIM, KV_HEADS, ROPES, Vectors, rotations, verbs
+from programs import HEAD_DIM, KV_HEADS, ROPES, Vectors, rotations, verbs
 
 import kvfunc
 
@@ -72,8 +72,10 @@ def error(moves: int, rope, dtype) -> float:
     return float(np.sqrt(np.square(np.asarray(out) - exact).mean()))
 
 
-@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-7), (jnp.bfloat16, 1e-3)], ids=DTYPES)
-@pytest.mark.parametrize("rope", ["default", "llama3", "yarn"])
+@pytest.mark.parametrize("rope, dtype, bound", [
+    *((rope, dtype, bound) for rope in ("default", "llama3", "yarn")
+      for dtype, bound in ((jnp.float32, 1e-7), (jnp.bfloat16, 1e-3))),
+    ("llama3", jnp.int8, 1e-7), ("llama3", jnp.float8_e4m3fn, 1e-7)])
 def test_the_error_does_not_grow_with_the_number_of_moves(rope, dtype, bound):
     errors = [error(moves, ROPES[rope], dtype) for moves in MOVES]
     assert max(errors) < bound

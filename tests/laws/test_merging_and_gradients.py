@@ -26,8 +26,8 @@ class Case(NamedTuple):
     """All queries of a program over a pool with scattered slots and NaN between them."""
 
     q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    k: jax.Array | kvfunc.Quantized
+    v: jax.Array | kvfunc.Quantized
     rows: Rows
     births: np.ndarray
     turn: Rotation
@@ -174,10 +174,11 @@ def test_a_batch_of_caches_attends_and_is_differentiated_like_each_of_them(recip
 batch_attention = jax.jit(jax.vmap(lambda case: segments(ALL, *case[:3], SINKS, case)))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, jnp.uint8])
 @settings(max_examples=15)
 @given(recipes=st.lists(recipes, min_size=2, max_size=2))
-def test_vmap_over_caches_equals_a_loop(recipes):
-    cases = [Case.of(*recipe) for recipe in recipes]
+def test_vmap_over_caches_equals_a_loop(dtype, recipes):
+    cases = [Case.of(*recipe, dtype) for recipe in recipes]
     batch = batch_attention(stacked(cases))
     for i, case in enumerate(cases):
         check(batch[i], segments(ALL, *case[:3], SINKS, case))

@@ -1,5 +1,7 @@
 """The verbs under jit, vmap and scan: the same as eagerly, with flags in the place of errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,19 +17,20 @@ SLOTS, STEPS, CHUNK = 24, 8, 5
 NOTHING, APPEND, DROP, KEEP, REPOS, COMPACT = range(6)
 
 
-def empty_cache() -> KVCache:
-    return kvfunc.init(2, SLOTS, KV_HEADS, HEAD_DIM, jnp.float32)
+def empty_cache(dtype=jnp.float32) -> KVCache:
+    return kvfunc.init(2, SLOTS, KV_HEADS, HEAD_DIM, dtype)
 
 
 def fresh_kv(step: int, count: int) -> tuple[jax.Array, ...]:
-    """K of two layers for the tokens of one step; V is twice as much."""
+    """K of two layers for the tokens of one step, exact in any order; V is twice as much."""
     tokens = jnp.arange(CHUNK, dtype=jnp.float32) + 10 * jnp.asarray(step, jnp.float32)
-    k = jnp.broadcast_to(tokens[:, None, None], (CHUNK, KV_HEADS, HEAD_DIM))[:count]
+    dims = jnp.arange(KV_HEADS * HEAD_DIM, dtype=jnp.float32).reshape(1, KV_HEADS, HEAD_DIM)
+    k = ((dims - 13) * tokens[:, None, None])[:count]
     return k, k + 0.5
 
 
-def eagerly(program) -> KVCache:
-    cache = empty_cache()
+def eagerly(program, dtype) -> KVCache:
+    cache = empty_cache(dtype)
     for step, (verb, count, mask) in enumerate(program):
         if verb == APPEND:
             k = fresh_kv(step, count)
@@ -40,7 +43,7 @@ def eagerly(program) -> KVCache:
     return cache
 
 
-def in_a_scan(program) -> KVCache:
+def in_a_scan(program, dtype) -> KVCache:
     def append(cache, step, count, mask):
         cache, new = kvfunc.reserve(cache, CHUNK, count)
         k = fresh_kv(step, CHUNK)
@@ -59,11 +62,13 @@ def in_a_scan(program) -> KVCache:
         index, (verb, count, mask) = step
         return jax.lax.switch(verb, branches, cache, index, count, mask), None
 
-    cache, _ = jax.lax.scan(one, empty_cache(), (jnp.arange(STEPS), program))
+    cache, _ = jax.lax.scan(one, empty_cache(dtype), (jnp.arange(STEPS), program))
     return cache
 
 
-batch_of_scans = jax.jit(jax.vmap(in_a_scan))
+@functools.partial(jax.jit, static_argnums=1)
+def batch_of_scans(programs, dtype) -> KVCache:
+    return jax.vmap(functools.partial(in_a_scan, dtype=dtype))(programs)
 
 
 @st.composite
@@ -85,11 +90,12 @@ def packed(script):
     return np.array(verb, np.int32), np.array(count, np.int32), np.array(mask)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, jnp.float8_e4m3fn])
 @settings(max_examples=8)
 @given(scripts=st.lists(scripts(), min_size=3, max_size=3))
-def test_programs_are_the_same_eagerly_and_as_a_batch_of_compiled_scans(scripts):
-    expected = [eagerly(script) for script in scripts]
-    batch = batch_of_scans(jax.tree.map(lambda *x: np.stack(x), *map(packed, scripts)))
+def test_programs_are_the_same_eagerly_and_as_a_batch_of_compiled_scans(dtype, scripts):
+    expected = [eagerly(script, dtype) for script in scripts]
+    batch = batch_of_scans(jax.tree.map(lambda *x: np.stack(x), *map(packed, scripts)), dtype)
     for i, cache in enumerate(expected):
         assert same_bits(jax.tree.map(lambda x, i=i: x[i], batch), cache)
 

@@ -1,6 +1,5 @@
 """The model against transformers' logits, and the embedded one against what other engines say."""
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -15,7 +14,7 @@ from kvfunc.models.llama import Llama
 from kvfunc.models.load import load
 from kvfunc.models.load_hf import load_hf
 from kvfunc.serve.engine import Engine
-from kvfunc.serve.interface import Sampling
+from kvfunc.serve.interface import End, Job, Sampling
 from kvfunc.storage import KV
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -95,11 +94,14 @@ def embedded(embedded_gguf):
 @pytest.mark.parametrize("dtype, chunk", [(jnp.float32, 1), (jnp.bfloat16, 2)])
 def test_the_embedded_model_continues_as_it_does_in_other_engines(embedded, dtype, chunk):
     weights = jax.tree.map(lambda x: x.astype(dtype), embedded.params)
-    engine = Engine(dataclasses.replace(embedded, params=weights), kv_tokens=64, chunk=chunk)
+    engine = Engine(dataclasses.replace(embedded, params=weights), kv_tokens=64, max_num_seqs=1,
+                    chunk=chunk)
     prompt = np.array(embedded.tokenizer.encode("The capital of France is"), np.int32)
-    with contextlib.closing(engine.generate(
-            prompt, History(len(prompt)), salt="", max_tokens=24,
-            sampling=Sampling(temperature=0.0))) as generation:
-        answer = embedded.tokenizer.decode([token.id for token in generation])
+    said = []
+    engine.submit(Job(prompt, History(len(prompt)), "", 24, Sampling(temperature=0.0)), said.append)
+    while engine.step():
+        pass
+    assert said.pop() == End("length")
+    answer = embedded.tokenizer.decode([token.id for token in said])
     assert answer == " Paris.\n\nThe answer is: 2018-01-22 12:1"
     assert engine.compilations == 1

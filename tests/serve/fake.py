@@ -1,6 +1,7 @@
 """A server over a scripted engine: one token is one byte, and the answer is what a test says."""
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -12,19 +13,11 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvfunc.history import Run
 from kvfunc.models.chat import ChatTemplate
 from kvfunc.models.tokenizer import Tokenizer
 from kvfunc.serve.app import create_app
-from kvfunc.serve.engine import (
-    ContextLengthExceeded,
-    Engine,
-    Generation,
-    Plan,
-    Sampling,
-    Token,
-    Usage,
-)
+from kvfunc.serve.engine import Engine
+from kvfunc.serve.interface import ContextLengthExceeded, End, Job, Plan, Token, Usage
 
 TEMPLATE = """PRE
 {% for message in messages -%}
@@ -44,52 +37,69 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, stop_ids=[backend.token_to_id("<|im_end|>")])
 
 
-class FakeGeneration(Generation):
-    def __init__(self, engine, usage, max_tokens, sampling):
-        self.usage = usage
-        self._engine, self._max_tokens, self._sampling = engine, max_tokens, sampling
+class FakeGeneration:
+    """One answer of the script; `usage` is there once it has been admitted."""
 
-    def __iter__(self) -> Iterator[Token]:
-        for token in self._engine.script[: self._max_tokens]:
-            if isinstance(token, Exception):
-                raise token
-            if token is self._engine.WAIT:
-                self._engine.reached.set()
-                assert self._engine.gate.wait(10), "nobody opened the gate"
-                continue
-            count = self._sampling.logprobs
-            self._engine.yielded += 1
-            if count is None:
-                yield Token(token, None, ())
-            else:
-                yield Token(token, -0.5, ((token, -0.5), (0, float("-inf")))[:count])
+    usage: Usage
 
-    def close(self):
-        self._engine.open -= 1
-        self._engine.closed.set()
-        self._engine.turn.release()
+    def __init__(self, engine, job: Job, deliver, script):
+        self.job, self.deliver, self.script = job, deliver, iter(script)
+        self.generated, self.ended = 0, False
+        self._engine = engine
+
+    def cancel(self):
+        self._engine.end(self, cancelled=True)
 
 
 class FakeEngine(Engine):
-    """Says its script; there a WAIT waits for `gate`, and an exception is raised."""
+    """Says its script from its own thread: a token of each running answer in turn.
 
-    WAIT = object()
+    Where the script has a WAIT the whole engine waits for `gate`; at a SKIP that answer leaves
+    out its turn, and an exception ends it.
+
+    Attributes:
+      seats: how many answers run at once; the others wait in order of arrival.
+      submitted, admitted: the jobs so far.
+      delivered: how many tokens so far.
+      open: answers that have not ended.
+      cancelled: set when an answer is cancelled before its end.
+    """
+
+    WAIT, SKIP = object(), object()
 
     def __init__(self):
         self.name, self.context_length, self.kv_bytes_per_token = "fake", 1000, 64
         self.tokenizer = byte_tokenizer()
+        self._changed = threading.Condition()
+        self._waiting: list[FakeGeneration] = []
+        self._running: list[FakeGeneration] = []
+        self._thread: threading.Thread | None = None
         self.reset()
 
     def reset(self):
         self.say("hello<|im_end|>")
-        self.calls, self.yielded, self.open, self.turn = [], 0, 0, threading.Lock()
-        self.gate, self.reached, self.closed = (threading.Event() for _ in range(3))
+        self.submitted, self.admitted, self.delivered, self.seats = [], [], 0, 8
+        self.gate, self.reached, self.cancelled = (threading.Event() for _ in range(3))
         self.failure: Exception | None = None
 
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def open(self) -> int:
+        with self._changed:
+            return len(self._waiting) + len(self._running)
+
     def say(self, *script: str | int | object):
-        """Texts, token ids, WAIT or an exception, in order; "<|im_end|>" ends the turn."""
-        self.script = [token for part in script for token in (
+        """Texts, token ids, WAIT, SKIP or an exception, in order; "<|im_end|>" ends the turn."""
+        self.say_in_turn(script)
+
+    def say_in_turn(self, *scripts):
+        """A script for each answer in order of arrival, over again where there are more."""
+        self._scripts = itertools.cycle([[token for part in script for token in (
             self.tokenizer.encode(part) if isinstance(part, str) else [part])]
+            for script in scripts])
 
     def check(self, history):
         if max(history.largest_birth, history.next_position + 1) > self.context_length:
@@ -100,25 +110,77 @@ class FakeEngine(Engine):
         return self.context_length - history.next_position
 
     def plan(self, tokens, history, salt):
-        runs = tuple(history.classify(np.array([history.tokens - 1])))
-        return Plan(self._usage(runs), runs)
+        return Plan.of(history, np.array([history.tokens - 1]))
 
-    def generate(self, tokens, history, *, salt: str, max_tokens: int, sampling: Sampling):
+    def submit(self, job, deliver):
         if self.failure:
             raise self.failure
-        self.turn.acquire()
-        self.open += 1
-        self.calls.append({"tokens": tokens, "history": history, "salt": salt,
-                           "max_tokens": max_tokens, "sampling": sampling})
-        usage = self._usage(history.classify(np.array([history.tokens - 1])))
-        return FakeGeneration(self, usage, max_tokens, sampling)
+        with self._changed:
+            self.submitted.append(job)
+            generation = FakeGeneration(self, job, deliver, next(self._scripts))
+            self._waiting.append(generation)
+            self._changed.notify()
+        return generation
 
-    def _usage(self, runs: list[Run] | tuple[Run, ...]) -> Usage:
-        counts = dict.fromkeys(("cached", "repos", "drop_skipped", "computed"), 0)
-        for run in runs:
-            counts[run.kind] += run.stop - run.start
-        return Usage(sum(counts.values()), counts["cached"], counts["repos"],
-                     counts["drop_skipped"], 0)
+    def start(self):
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self):
+        thread, self._thread = self._thread, None
+        with self._changed:
+            self._changed.notify()
+        thread.join()
+
+    def end(self, generation, cancelled=False):
+        with self._changed:
+            if not generation.ended:
+                generation.ended = True
+                (self._running if generation in self._running else self._waiting).remove(generation)
+                if cancelled:
+                    self.cancelled.set()
+
+    def _run(self):
+        while self._thread is not None:
+            with self._changed:
+                while self._waiting and len(self._running) < self.seats:
+                    generation = self._waiting.pop(0)
+                    self.admitted.append(generation.job)
+                    generation.usage = self.plan(None, generation.job.history, "").usage
+                    self._running.append(generation)
+                if not self._running:
+                    self._changed.wait(0.1)
+                turn = list(self._running)
+            for generation in turn:
+                self._advance(generation)
+
+    def _advance(self, generation):
+        token = next(generation.script, None)
+        if token is self.WAIT:
+            self.reached.set()
+            assert self.gate.wait(10), "nobody opened the gate"
+            token = next(generation.script, None)
+        if generation.ended or token is self.SKIP:
+            return
+        sampling, end = generation.job.sampling, None
+        if isinstance(token, Exception):
+            end = End("error", token)
+        elif token is not None:
+            generation.generated += 1
+            self.delivered += 1
+            generation.deliver(self._token(token, sampling.logprobs))
+            if token in sampling.stop_ids:
+                end = End("stop")
+        if end is None and (token is None or generation.generated == generation.job.max_tokens):
+            end = End("length")
+        if end is not None:
+            self.end(generation)
+            generation.deliver(end)
+
+    def _token(self, token: int, alternatives: int | None) -> Token:
+        if alternatives is None:
+            return Token(token, None, ())
+        return Token(token, -0.5, ((token, -0.5), (0, float("-inf")))[:alternatives])
 
 
 class Served:

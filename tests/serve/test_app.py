@@ -1,18 +1,28 @@
+import asyncio
 import dataclasses
-import json
+import threading
+import types
 
 import numpy as np
 import pytest
 
 from kvfunc.history import Drop, Repos
-from kvfunc.serve.interface import Sampling
+from kvfunc.serve.answer import Step
+from kvfunc.serve.app import create_app
+from kvfunc.serve.interface import End, Sampling, Token, Usage
+from kvfunc.serve.responses import CompletionReply
+from kvfunc.serve.text import Piece
 from kvfunc.serve.turns import PREFIX_BROKEN, Turns
+
+from .fake import byte_tokenizer, read_events
 
 DETAILS = {"cached_tokens": 23, "repos_tokens": 0, "drop_skipped_tokens": 0,
            "approximate_tokens": 0}
 # "PRE\n" + "[user]hi\n" + "[assistant]": 4, 9 and 11 tokens; the scripted engine computes the last.
 USAGE = {"prompt_tokens": 24, "completion_tokens": 6, "total_tokens": 30,
          "prompt_tokens_details": DETAILS}
+
+LETTER_L, LETTER_X = byte_tokenizer().encode("lx")
 
 RUN = [{"role": "system", "content": "s"}, {"role": "user", "content": "uu"},
        {"role": "assistant", "content": "aaa"}, {"role": "user", "content": "u"}]
@@ -49,12 +59,12 @@ def test_several_prompts_are_choices_in_order(served):
     assert [(c["index"], c["text"], c["finish_reason"]) for c in response["choices"]] == [
         (0, "he", "length"), (1, "he", "length")]
     assert (response["usage"]["prompt_tokens"], response["usage"]["completion_tokens"]) == (4, 4)
-    assert [len(call["tokens"]) for call in served.engine.calls] == [1, 3]
+    assert [len(job.tokens) for job in served.engine.submitted] == [1, 3]
 
 
 def test_a_prompt_of_token_ids_is_taken_as_it_is(served):
     served.post("/v1/completions", prompt=[[3, 1, 2], [5]])
-    assert [call["tokens"].tolist() for call in served.engine.calls] == [[3, 1, 2], [5]]
+    assert [job.tokens.tolist() for job in served.engine.submitted] == [[3, 1, 2], [5]]
 
 
 def test_bos_begins_a_bare_prompt_once_where_the_model_wants_it(served, monkeypatch):
@@ -64,23 +74,36 @@ def test_bos_begins_a_bare_prompt_once_where_the_model_wants_it(served, monkeypa
     for prompt in ("a", "<|im_end|>a", [7]):
         served.post("/v1/completions", prompt=prompt)
     (a,) = served.engine.tokenizer.encode("a")
-    assert [call["tokens"].tolist() for call in served.engine.calls] == [[bos, a], [bos, a], [7]]
+    assert [job.tokens.tolist() for job in served.engine.submitted] == [[bos, a], [bos, a], [7]]
 
 
 def test_the_engine_gets_what_was_asked(served):
     served.ask("hi", temperature=0.5, seed=3, max_tokens=7, cache={"salt": "t"})
-    (call,) = served.engine.calls
-    assert (call["salt"], call["max_tokens"]) == ("t", 7)
-    assert call["sampling"] == Sampling(temperature=0.5, seed=3)
-    assert served.engine.tokenizer.decode(call["tokens"].tolist()) == "PRE\n[user]hi\n[assistant]"
+    (job,) = served.engine.submitted
+    assert (job.salt, job.max_tokens) == ("t", 7)
+    assert job.sampling == Sampling(temperature=0.5, seed=3, stop_ids=frozenset({256}))
+    assert served.engine.tokenizer.decode(job.tokens.tolist()) == "PRE\n[user]hi\n[assistant]"
 
 
 def test_max_tokens_is_clipped_to_the_room_left(served):
     for limit in ({}, {"max_tokens": 5000}):
         served.ask("hi", **limit)
-        assert served.engine.calls[-1]["max_tokens"] == 1000 - 24
+        assert served.engine.submitted[-1].max_tokens == 1000 - 24
     served.ask("hi", max_tokens=2)
-    assert served.engine.calls[-1]["max_tokens"] == 2
+    assert served.engine.submitted[-1].max_tokens == 2
+
+
+def test_the_engine_runs_as_long_as_the_application(served):
+    engine = type(served.engine)()
+
+    async def live():
+        web = create_app(engine, served.chat)
+        async with web.router.lifespan_context(web):
+            assert engine.running
+        assert not engine.running
+
+    assert not engine.running
+    asyncio.run(live())
 
 
 def test_models_and_health(served):
@@ -134,6 +157,103 @@ def test_half_a_character_at_the_end_is_not_given_out_as_half(served):
         "content"] == "a\ufffd"
 
 
+@pytest.mark.parametrize("fields, text, reason", [
+    ({"stop_token_ids": [LETTER_L]}, "he", "stop"),
+    ({"stop_token_ids": [LETTER_L], "ignore_eos": True}, "he", "stop"),
+    ({"stop_token_ids": [LETTER_X]}, "hello", "stop"),
+    ({"stop_token_ids": [LETTER_X], "ignore_eos": True}, "hello rest", "length"),
+    ({"min_tokens": 3, "stop": "l"}, "hel", "stop"),
+    ({"min_tokens": 4, "stop": ["l", " "]}, "hello", "stop"),
+    ({"min_tokens": 3, "stop": "ll"}, "he", "stop"),
+])
+def test_ends_that_a_request_names(served, fields, text, reason):
+    served.engine.say("hello<|im_end|> rest")
+    choice = served.ask(**fields).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, reason)
+
+
+# Several choices
+
+
+def test_choices_come_with_their_own_text_and_the_prompt_counts_once(served):
+    served.engine.say_in_turn(["one<|im_end|>"], ["twelve"], ["three<|im_end|>"])
+    response = served.ask(n=3, max_tokens=5).json()
+    assert [(choice["index"], choice["message"]["content"], choice["finish_reason"])
+            for choice in response["choices"]] == [
+        (0, "one", "stop"), (1, "twelv", "length"), (2, "three", "length")]
+    assert response["usage"] == {**USAGE, "completion_tokens": 14, "total_tokens": 38}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_each_prompt_has_its_choices_behind_one_another(served, stream):
+    served.engine.say_in_turn(*([letter] for letter in "abcd"))
+    fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = served.post("/v1/completions", prompt=["x", "yz"], n=2, best_of=2, seed=5, **fields)
+    assert [(job.sampling.seed, len(job.tokens)) for job in served.engine.submitted] == [
+        (5, 1), (6, 1), (5, 2), (6, 2)]
+    if stream:
+        *chunks, last, _ = read_events(response)
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["text"]]
+    else:
+        last = response.json()
+        choices = last["choices"]
+    assert [(choice["index"], choice["text"]) for choice in choices] == list(enumerate("abcd"))
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 4)
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+
+
+def test_streamed_choices_come_interleaved_and_each_opens_and_ends_once(served):
+    served.engine.say_in_turn([served.engine.SKIP, "ab<|im_end|>"], ["x"])
+    *chunks, last, _ = served.stream(n=2, stream_options={"include_usage": True})
+    told = [(choice["index"], choice["delta"].get("role") or choice["delta"].get("content"),
+             choice["finish_reason"]) for chunk in chunks for choice in chunk["choices"]]
+    assert told == [
+        (1, "assistant", None), (1, "x", None), (0, "assistant", None), (0, "a", None),
+        (1, None, "length"), (0, "b", None), (0, None, "stop")]
+    assert last["usage"] == {**USAGE, "completion_tokens": 4, "total_tokens": 28}
+
+
+def test_a_choice_that_ends_at_a_stop_string_leaves_the_others_alone(served):
+    served.engine.say_in_turn(["ab", served.engine.WAIT, "c" * 900], ["xyz", "w" * 30])
+    got = []
+    thread = threading.Thread(target=lambda: got.append(served.ask(n=2, stop="b").json()))
+    thread.start()
+    assert served.engine.cancelled.wait(10)
+    assert served.engine.open == 1
+    served.engine.gate.set()
+    thread.join()
+    assert [choice["message"]["content"] for choice in got[0]["choices"]] == ["a", "xyz" + "w" * 30]
+    assert served.engine.delivered == 2 + 33
+
+
+def test_what_is_underway_when_a_stop_string_is_found_is_ignored(served, monkeypatch):
+    def submit(job, deliver):
+        for token_id in served.engine.tokenizer.encode("abcd"):
+            deliver(Token(token_id, None, ()))
+        deliver(End("length"))
+        usage = served.engine.plan(job.tokens, job.history, job.salt).usage
+        return types.SimpleNamespace(usage=usage, cancel=lambda: None)
+
+    monkeypatch.setattr(served.engine, "submit", submit)
+    response = served.ask(n=2, stop="b").json()
+    assert [choice["message"]["content"] for choice in response["choices"]] == ["a", "a"]
+    assert response["usage"]["completion_tokens"] == 4
+
+
+def test_choices_stand_in_order_whichever_came_first(served):
+    usage = Usage(3, 2, 0, 0, 0)
+    steps = [Step(choice, Piece(text), reason, usage, 1) for choice, text, reason in [
+        (1, "b", None), (0, "a", None), (0, "", "length"), (1, "", "stop")]]
+    told = CompletionReply("m", served.engine.tokenizer, False, choices=2).whole(steps, [])
+    assert [(choice["index"], choice["text"], choice["finish_reason"])
+            for choice in told["choices"]] == [(0, "a", "length"), (1, "b", "stop")]
+
+
+def test_choices_without_a_seed_have_none(served):
+    served.ask(n=2)
+    assert [job.sampling.seed for job in served.engine.submitted] == [None, None]
+
+
 # Streams
 
 
@@ -167,17 +287,16 @@ def test_a_cache_field_brings_the_usage_chunk(served):
     assert all("usage" not in chunk for chunk in served.stream()[:-1])
 
 
-def test_completions_stream_choice_by_choice(served):
+def test_completions_stream_as_their_tokens_come(served):
     served.engine.say("ab<|im_end|>")
-    response = served.post("/v1/completions", prompt=["x", "y"], stream=True,
-                           stream_options={"include_usage": True})
-    data = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+    *data, done = read_events(served.post("/v1/completions", prompt=["x", "y"], stream=True,
+                                          stream_options={"include_usage": True}))
     assert [(c["index"], c["text"], c["finish_reason"]) for chunk in data
             for c in chunk["choices"]] == [
-        (0, "a", None), (0, "b", None), (0, "", "stop"),
-        (1, "a", None), (1, "b", None), (1, "", "stop")]
+        (0, "a", None), (1, "a", None), (0, "b", None), (1, "b", None),
+        (0, "", "stop"), (1, "", "stop")]
     assert data[-1]["usage"]["completion_tokens"] == 6
-    assert response.text.endswith("data: [DONE]\n\n")
+    assert done == "[DONE]"
 
 
 # Log-probabilities
@@ -234,7 +353,7 @@ def ranges(served, messages=RUN):
 def test_drop_and_reposition_reach_the_engine_as_events(served, fields):
     (_, (start, _), (_, stop), (_, at)) = ranges(served)
     response = served.ask(messages=RUN, **fields).json()
-    assert served.engine.calls[0]["history"].events == (Drop(at, ((start, stop),)), Repos(at))
+    assert served.engine.submitted[0].history.events == (Drop(at, ((start, stop),)), Repos(at))
     assert response["usage"]["prompt_tokens_details"] == {
         "cached_tokens": start + len("[assistant]") - 1, "repos_tokens": at - stop,
         "drop_skipped_tokens": stop - start, "approximate_tokens": 0}
@@ -246,7 +365,7 @@ def test_a_policy_reaches_the_engine_as_events(served):
     policy = {"type": "rolling_tool_outputs", "keep": 1, "reposition_above_tokens": 0}
     response = served.ask(messages=messages, cache={"policy": policy}).json()
     (_, dropped, (_, at)) = ranges(served, messages)
-    assert served.engine.calls[0]["history"].events == (Drop(at, (dropped,)), Repos(at))
+    assert served.engine.submitted[0].history.events == (Drop(at, (dropped,)), Repos(at))
     assert "warnings" not in response
 
 
@@ -264,7 +383,7 @@ def test_explain_generates_nothing(served):
                                                       "computed"]
     assert plan["next_position"] == plan["live_tokens"] == plan["prompt_tokens"] - (stop - start)
     assert plan["warnings"] == []
-    assert served.engine.calls == []
+    assert served.engine.submitted == []
 
 
 # Warnings

@@ -1,9 +1,11 @@
+import asyncio
 import dataclasses
 import threading
 
 import httpx
 import pytest
 
+from kvfunc.serve.app import _EventStream
 from kvfunc.serve.interface import CapacityExceeded
 
 RUN = [{"role": "system", "content": "s"}, {"role": "user", "content": "uu"},
@@ -75,6 +77,10 @@ def test_empty_prompts_and_unknown_tokens_are_refused(served):
     refused = error(served.post("/v1/completions", prompt=[5, 257]))
     assert (refused["param"], refused["message"]) == (
         "prompt[1]", "prompt[1] is 257: give token ids below 257")
+    refused = error(served.post("/v1/completions", prompt="a", logit_bias={"50000000": 1}))
+    assert (refused["param"], refused["message"]) == (
+        'logit_bias["50000000"]',
+        'logit_bias["50000000"] is 1.0: there is no such token; give token ids below 257')
 
 
 def test_too_small_a_pool_is_a_503(served):
@@ -98,11 +104,13 @@ def test_the_server_goes_on_after_a_fault_of_its_own(served, caplog):
 
 @pytest.mark.parametrize("fields, param", [
     ({"temperature": 3}, "temperature"), ({"cache": {"drop": {"0": [1]}}}, 'cache.drop["0"][0]'),
-    ({"n": 2}, "n"), ({"drop_message": {}, "cache": {"drop": {}}}, "drop_message"),
+    ({"n": 0}, "n"), ({"drop_message": {}, "cache": {"drop": {}}}, "drop_message"),
+    ({"logit_bias": {"256": 1, "257": 1}}, 'logit_bias["257"]'),
+    ({"stop_token_ids": [256, 257]}, "stop_token_ids[1]"),
 ])
 def test_a_bad_parameter_is_a_400_and_nothing_runs(served, fields, param):
     assert error(served.ask(**fields))["param"] == param
-    assert served.engine.calls == []
+    assert served.engine.submitted == []
 
 
 def test_a_template_that_moves_messages_serves_only_ordinary_requests(served, monkeypatch):
@@ -132,7 +140,39 @@ def test_an_error_within_a_stream_ends_it(served):
     assert served.ask().json()["choices"][0]["message"]["content"] == "fine"
 
 
-# Threads and clients that leave
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_choice_that_fails_ends_all(served, stream):
+    served.engine.say_in_turn(["ab", RuntimeError("boom")], ["xy", served.engine.WAIT, "z" * 900])
+    got = []
+    thread = threading.Thread(target=lambda: got.append(served.ask(n=2, stream=stream)))
+    thread.start()
+    wait_for(served.engine.cancelled)
+    assert served.engine.open == 0
+    served.engine.gate.set()
+    thread.join()
+    if stream:
+        assert "internal_error" in got[0].text.split("\n\n")[-2]
+    else:
+        assert error(got[0], 500)["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_choice_that_finds_no_place_takes_back_those_before_it(served, stream, monkeypatch):
+    submit, full = served.engine.submit, CapacityExceeded("the queue is full: ask again later")
+
+    def submit_two(job, deliver):
+        if len(served.engine.submitted) == 2:
+            raise full
+        return submit(job, deliver)
+
+    served.engine.say(served.engine.WAIT, "a" * 900)
+    monkeypatch.setattr(served.engine, "submit", submit_two)
+    assert error(served.ask(n=3, stream=stream), 503)["code"] == "capacity_exceeded"
+    assert served.engine.open == 0
+    served.engine.gate.set()
+
+
+# Clients that leave
 
 
 def test_health_answers_while_an_answer_is_generated(served):
@@ -148,7 +188,8 @@ def test_health_answers_while_an_answer_is_generated(served):
     assert got[0]["choices"][0]["message"]["content"] == "ab"
 
 
-def test_many_waiting_requests_do_not_keep_the_one_that_runs_from_its_thread(served):
+def test_many_requests_can_wait_at_once(served):
+    served.engine.seats = 1
     served.engine.say("a", served.engine.WAIT, "b<|im_end|>")
     got = []
     threads = [threading.Thread(target=lambda: got.append(served.stream()[-1]))
@@ -165,18 +206,89 @@ def test_many_waiting_requests_do_not_keep_the_one_that_runs_from_its_thread(ser
     assert got == ["[DONE]"] * 60
 
 
+def leave(served, path, **body):
+    """Ask, and hang up 0.3 s later."""
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=0.3) as client, pytest.raises(
+            httpx.ReadTimeout), client.stream("POST", path, json=body) as got:
+        got.read()
+
+
 @pytest.mark.parametrize("before", ["", "a"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_generation(served, stream, before):
+def test_a_client_that_leaves_ends_its_generation(served, caplog, stream, before):
     served.engine.say(before, served.engine.WAIT, "b" * 900)
     body = {"messages": RUN, "stream": stream}
-    with httpx.Client(base_url=served.url, trust_env=False, timeout=0.3) as client, pytest.raises(
-            httpx.ReadTimeout), client.stream("POST", "/v1/chat/completions", json=body) as got:
-        got.read()
+    leave(served, "/v1/chat/completions", **body)
     wait_for(served.engine.reached)
-    threading.Event().wait(0.1)  # for the server to see the closed socket
+    wait_for(served.engine.cancelled)
     served.engine.gate.set()
-    wait_for(served.engine.closed)
-    assert served.engine.yielded < 100
     served.engine.say("fine<|im_end|>")
     assert served.ask().json()["choices"][0]["message"]["content"] == "fine"
+    assert served.engine.delivered == len(before) + len("fine") + 1
+    assert not [record for record in caplog.records if record.name.startswith("kvfunc")]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_queued_request_of_a_client_that_leaves_never_runs(served, stream):
+    served.engine.seats = 1
+    served.engine.say("a", served.engine.WAIT, "b<|im_end|>")
+    got = []
+    thread = threading.Thread(target=lambda: got.append(served.ask().json()))
+    thread.start()
+    wait_for(served.engine.reached)
+    leave(served, "/v1/completions", prompt=["x", "y"], n=2, stream=stream)
+    assert len(served.engine.submitted) == 5
+    wait_for(served.engine.cancelled)
+    while served.engine.open > 1:
+        threading.Event().wait(0.01)
+    served.engine.gate.set()
+    thread.join()
+    assert got[0]["choices"][0]["message"]["content"] == "ab"
+    assert len(served.engine.admitted) == 1
+
+
+def test_what_a_client_asked_that_left_in_the_meantime_is_not_submitted(served, monkeypatch):
+    render, reached, gate = served.chat.render, threading.Event(), threading.Event()
+
+    def slow(*arguments, **fields):
+        reached.set()
+        wait_for(gate)
+        return render(*arguments, **fields)
+
+    monkeypatch.setattr(served.chat, "render", slow)
+    leave(served, "/v1/chat/completions", messages=RUN)
+    wait_for(reached)
+    monkeypatch.undo()
+    for _ in range(2):  # once it answers, it has seen the socket that was closed before
+        served.client.get("/health")
+    gate.set()
+    assert served.ask("another").status_code == 200
+    assert len(served.engine.submitted) == 1
+
+
+def test_a_stream_whose_client_has_left_before_it_begins_is_closed():
+    closed = []
+
+    async def steps():
+        try:
+            yield "first"
+            yield "second"
+        finally:
+            closed.append(True)
+
+    async def events():
+        yield "never sent"
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(10)
+
+    async def respond():
+        begun = steps()
+        assert await anext(begun) == "first"
+        await _EventStream(begun, events())({"type": "http"}, receive, send)
+        assert closed
+
+    asyncio.run(respond())

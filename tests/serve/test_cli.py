@@ -28,10 +28,11 @@ STUBBED_SERVE = """
     from starlette.routing import Route
 
     class Engine:
-        context_length, kv_bytes_per_token = 40, 1000
-        def __init__(self, model, *, kv_dtype, context_length, kv_tokens):
+        context_length, kv_bytes_per_token, shapes = 40, 1000, [(1, 40), (512, 40)]
+        def __init__(self, model, *, kv_tokens, **options):
             self.name = model.name
-            print("engine", kv_dtype, context_length, kv_tokens)
+            self.kv_tokens = kv_tokens
+            print("engine", kv_tokens, options)
         def warm_up(self, progress):
             progress("step", 1, 1)
 
@@ -218,7 +219,9 @@ def test_a_port_in_use_is_named_before_a_model_is_loaded():
 
 def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
     with stubbed_serve(
-        *("--port", "0", "--kv-tokens", "5000", "--served-model-name", "mine")
+        *("--port", "0", "--kv-tokens", "5000", "--served-model-name", "mine"),
+        *("--kv-dtype", "fp8", "--page-size", "8", "--max-num-seqs", "3"),
+        *("--max-num-batched-tokens", "99", "--eviction-policy", "lru"),
     ) as process:
         printed = []
         for line in process.stdout:
@@ -230,8 +233,12 @@ def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
         rest, _ = process.communicate(timeout=10)
     assert process.returncode == 0
     assert rest == "stopped\n"
-    assert "engine bfloat16 None 5000\n" in printed
-    assert "mine: context 40 tokens; KV cache 5,000 tokens of bfloat16, 5.0 MB\n" in printed
+    options = {"kv_dtype": "float8_e4m3fn", "context_length": None, "page_size": 8,
+               "max_num_seqs": 3, "chunk": 99, "policy": "lru"}
+    assert f"engine 5000 {options}\n" in printed
+    assert "compiled steps (tokens x rows): 1 x 40, 512 x 40\n" in printed
+    assert ("mine: context 40 tokens; 3 requests at once; KV cache 5,000 tokens of fp8 in pages of "
+            "8, 5.0 MB\n") in printed
 
 
 def test_a_started_server_ends_with_its_block():

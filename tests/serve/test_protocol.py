@@ -54,8 +54,10 @@ def test_a_body_that_is_no_object_is_refused():
 
 def test_defaults_are_openais():
     request = chat()
-    assert request.sampling == Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None,
-                                        logprobs=None)
+    assert request.samplings({7}) == [Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, logprobs=None,
+        presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=(),
+        min_tokens=0, stop_ids=frozenset({7}))]
     assert (request.token_limit, request.stop_strings, request.salt) == (None, (), "")
     assert not request.explain
     assert request.edits() is None
@@ -64,24 +66,88 @@ def test_defaults_are_openais():
 def test_null_means_left_out():
     names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens",
              "max_completion_tokens", "logprobs", "top_logprobs", "stream", "stream_options",
-             "tools", "tool_choice", "chat_template_kwargs", "n", "logit_bias", "presence_penalty",
-             "response_format", "cache", "drop_message", "drop_rule", "reposition")
+             "tools", "tool_choice", "chat_template_kwargs", "n", "best_of", "logit_bias",
+             "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
+             "stop_token_ids", "ignore_eos", "response_format", "cache", "drop_message",
+             "drop_rule", "reposition")
     request = chat(**dict.fromkeys(names))
-    assert request.sampling == chat().sampling
+    assert request.samplings({7}) == chat().samplings({7})
     assert request.edits() is None
 
 
 def test_parameters_reach_the_sampler():
     request = chat(temperature=0, top_p=0.5, top_k=-1, min_p=0.25, seed=7, logprobs=True,
                    top_logprobs=3, stop="x", max_tokens=5)
-    assert request.sampling == Sampling(0.0, 0.5, 0, 0.25, 7, 3)
+    assert request.samplings(()) == [Sampling(0.0, 0.5, 0, 0.25, 7, 3)]
     assert (request.token_limit, request.stop_strings) == (5, ("x",))
-    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True).samplings(())[0].logprobs == 0
+    (penalised,) = chat(presence_penalty=-2, frequency_penalty=0.5, repetition_penalty=1.1,
+                        logit_bias={"5": 100, "0": -1.5}, min_tokens=4).samplings(())
+    assert penalised == Sampling(
+        presence_penalty=-2.0, frequency_penalty=0.5, repetition_penalty=1.1,
+        logit_bias=((5, 100.0), (0, -1.5)), min_tokens=4)
     assert chat(max_tokens=5, max_completion_tokens=6).token_limit == 6
     assert chat(stop=["x", "y"]).stop_strings == ("x", "y")
 
 
+def test_each_answer_of_a_prompt_has_the_next_seed():
+    assert [s.seed for s in chat(n=3, seed=-1).samplings(())] == [-1, 0, 1]
+    assert [s.seed for s in chat(n=2).samplings(())] == [None, None]
+    assert len(chat(n=128, best_of=128).samplings(())) == 128
+    assert chat(best_of=1).choices == 1
+
+
+def test_the_models_ends_and_those_of_the_request_end_the_answer():
+    def ends(**fields):
+        return chat(**fields).samplings({1, 2})[0].stop_ids
+
+    assert ends(stop_token_ids=[2, 3]) == {1, 2, 3}
+    assert ends(stop_token_ids=[3], ignore_eos=True) == {3}
+    assert ends(ignore_eos=True) == set()
+
+
+def test_token_ids_must_be_in_the_vocabulary():
+    chat(logit_bias={"9": 1}, stop_token_ids=[9]).check_token_ids(10)
+    refused = fault(chat(logit_bias={"9": 1, "50000000": 2}).check_token_ids, 10)
+    assert refused.param == 'logit_bias["50000000"]'
+    assert "give token ids below 10" in str(refused)
+    refused = fault(chat(stop_token_ids=[3, 10]).check_token_ids, 10)
+    assert (refused.param, str(refused)) == (
+        "stop_token_ids[1]", "stop_token_ids[1] is 10: give token ids below 10")
+
+
 @pytest.mark.parametrize("fields, param, said", [
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 129}, "n", "less than or equal to 128"),
+    ({"n": True}, "n", "n is true: input should be a valid integer"),
+    ({"best_of": 3}, "best_of", "send 1, which is n, or leave it out"),
+    ({"n": 2, "best_of": 1}, "best_of", "send 2, which is n, or leave it out"),
+    ({"best_of": True}, "best_of", "valid integer"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "greater than or equal to -2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty", "less than or equal to 1000000"),
+    ({"logit_bias": [5]}, "logit_bias", "dictionary"),
+    ({"logit_bias": {"5": "1"}}, 'logit_bias["5"]', 'logit_bias["5"] is "1": input should be'),
+    ({"logit_bias": {"5": True}}, 'logit_bias["5"]', "valid number"),
+    ({"logit_bias": {"5": 101}}, 'logit_bias["5"]', "less than or equal to 100"),
+    ({"logit_bias": {"5": -101}}, 'logit_bias["5"]', "greater than or equal to -100"),
+    ({"logit_bias": {"05": 1}}, 'logit_bias["05"]', "without leading zeros"),
+    ({"logit_bias": {"-1": 1}}, 'logit_bias["-1"]', "must be a token id"),
+    ({"logit_bias": {"the": 1}}, 'logit_bias["the"]', "must be a token id"),
+    ({"logit_bias": {"": 1}}, 'logit_bias[""]', "must be a token id"),
+    ({"logit_bias": {"5\n": 1}}, 'logit_bias["5\\n"]', "must be a token id"),
+    ({"logit_bias": {"٣": 1}}, 'logit_bias["٣"]', "must be a token id"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024 items"),
+    ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+    ({"min_tokens": 2**31}, "min_tokens", "less than 2147483648"),
+    ({"top_k": 2**31}, "top_k", "less than 2147483648"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "min_tokens is 6: the answer has at most 5"),
+    ({"min_tokens": 6, "max_tokens": 9, "max_completion_tokens": 5}, "min_tokens", "at most 5"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "valid list"),
+    ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]", "greater than or equal to 0"),
+    ({"stop_token_ids": [True]}, "stop_token_ids[0]", "valid integer"),
+    ({"stop_token_ids": [1] * 33}, "stop_token_ids", "at most 32 items"),
     ({"temperature": 3}, "temperature", "temperature is 3: input should be less than or equal"),
     ({"temperature": -1}, "temperature", "greater than or equal to 0"),
     ({"temperature": "1"}, "temperature", 'temperature is "1": input should be a valid number'),
@@ -129,10 +195,8 @@ def test_a_bad_value_is_named_with_its_remedy(fields, param, said):
 
 
 @pytest.mark.parametrize("fields, remedy", [
-    ({"n": 2}, "send 1, or"), ({"n": True}, "send 1, or"), ({"echo": True}, "send false, or"),
-    ({"best_of": 3}, "send 1, or"), ({"suffix": "x"}, 'send "", or'),
-    ({"presence_penalty": 0.5}, "send 0, or"), ({"frequency_penalty": -1}, "send 0, or"),
-    ({"repetition_penalty": 1.1}, "send 1, or"), ({"logit_bias": {"5": 1}}, "send {}, or"),
+    ({"echo": True}, "send false, or"), ({"echo": 0}, "send false, or"),
+    ({"suffix": "x"}, 'send "", or'),
     ({"tool_choice": "required"}, 'send "auto" or "none", or'),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 'send "auto" or "none", or'),
     ({"response_format": {"type": "json_object"}}, 'send {"type": "text"}, or'),
@@ -313,7 +377,8 @@ def test_a_prompt_is_text_or_token_ids_or_several_of_either():
 def test_sixteen_tokens_unless_told_otherwise():
     assert CompletionRequest.parse({"prompt": "a"}).token_limit == 16
     assert CompletionRequest.parse({"prompt": "a", "max_tokens": 3}).token_limit == 3
-    assert CompletionRequest.parse({"prompt": "a", "logprobs": 2}).sampling.logprobs == 2
+    assert CompletionRequest.parse({"prompt": "a", "logprobs": 2}).samplings(())[0].logprobs == 2
+    assert CompletionRequest.parse({"prompt": "a", "min_tokens": 16}).token_limit == 16
 
 
 @pytest.mark.parametrize("fields, param, said", [
@@ -326,6 +391,8 @@ def test_sixteen_tokens_unless_told_otherwise():
     ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
     ({"prompt": "a", "echo": True}, "echo", "not supported yet"),
+    ({"prompt": "a", "n": 2, "best_of": 3}, "best_of", "not supported yet; send 2"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens", "at most 16 tokens"),
     ({"prompt": "a", "cache": {"drop": {"0": [0]}}}, "cache.drop", "/v1/chat/completions"),
     ({"prompt": "a", "cache": {"explain": True}}, "cache.explain", "/v1/chat/completions"),
     ({"prompt": "a", "drop_message": {"0": [0]}}, "drop_message", "/v1/chat/completions"),

@@ -22,9 +22,9 @@ class Pieces:
         return self._decoder.decode(b"", final=True)
 
 
-def run(pieces, stop=()):
+def run(pieces, stop=(), min_tokens=0):
     """All pieces of text, the ids given out with each, and whether a stop string ended it."""
-    stream = TextStream(Pieces(pieces), stop)
+    stream = TextStream(Pieces(pieces), stop, min_tokens)
     made = []
     for token_id in range(len(pieces)):
         made.append(stream.push(Token(token_id, None, ())))
@@ -67,6 +67,23 @@ def test_a_stop_string_within_itself_is_found():
     assert run([b"aa", b"ab"], ["aab"]) == (["", "a"], [[], [0]], True)
 
 
+def test_a_stop_string_within_the_first_tokens_ends_nothing():
+    pieces = [b"aS", b"bS", b"cS", b"d"]
+    assert run(pieces, ["S"], 1) == (["aS", "b"], [[0], [1]], True)
+    assert run(pieces, ["S"], 2) == (["aS", "bS", "c"], [[0], [1], [2]], True)
+    assert run(pieces, ["S"], 3)[2] is False
+
+
+def test_a_stop_string_that_is_complete_behind_the_first_tokens_counts_from_where_it_begins():
+    assert run([b"a S", b"TO", b"P more"], ["STOP"], 2) == (["a ", "", ""], [[0], [], []], True)
+    assert run([b"STOPS", b"TOP"], ["STOP"], 1) == (["STOP", ""], [[0], []], True)
+
+
+def test_bytes_that_are_no_character_belong_to_the_token_that_they_came_with():
+    assert run([b"a", b"\xe2"], ["\ufffd"], 2)[2] is False
+    assert run([b"a", b"\xe2"], ["\ufffd"], 1)[2] is True
+
+
 def test_tokens_tell_where_they_begin():
     stream = TextStream(Pieces([b"ab", b"S", b"x"]), ["ST"])
     placed = [stream.push(Token(i, None, ())).tokens for i in range(3)]
@@ -84,6 +101,11 @@ def test_the_longest_end_that_may_begin_a_stop_string(text, stop, length):
 def test_of_two_that_end_together_the_longer_is_cut():
     assert first_stop("xabc", ["bc", "abc"]) == 1
     assert first_stop("xabc", ["bcd"]) is None
+
+
+@pytest.mark.parametrize("exempt, start", [(0, 0), (1, 0), (2, 2), (3, 2), (4, None), (9, None)])
+def test_no_stop_string_may_end_within_the_exempt_characters(exempt, start):
+    assert first_stop("abab", ["ab"], exempt) == start
 
 
 ALPHABET = "ab€😀"
@@ -104,9 +126,9 @@ def cut_texts(draw):
     return text, stop, [piece for piece in pieces if piece]
 
 
-def up_to_the_stop(text, stop):
+def up_to_the_stop(text, stop, exempt=0):
     """Character by character, as the definition has it."""
-    for end in range(1, len(text) + 1):
+    for end in range(exempt + 1, len(text) + 1):
         ending = [string for string in stop if text[:end].endswith(string)]
         if ending:
             return text[: end - max(map(len, ending))], True
@@ -121,3 +143,11 @@ def test_whatever_the_token_borders_nothing_leaks(case):
     given_out = [i for of_piece in ids for i in of_piece]
     assert given_out == list(range(len(given_out)))
     assert stopped or len(given_out) == len(pieces)
+
+
+@given(cut_texts(), st.integers(0, 12))
+def test_the_first_tokens_are_exempt_whatever_is_held_back(case, min_tokens):
+    text, stop, pieces = case
+    exempt = len(b"".join(pieces[:min_tokens]).decode(errors="ignore"))
+    texts, _, stopped = run(pieces, stop, min_tokens)
+    assert ("".join(texts), stopped) == up_to_the_stop(text, stop, exempt)

@@ -1,0 +1,181 @@
+"""A request on its way: its tokens, where their KV stands, and what is still to be computed."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+from jaxtyping import Bool, Int, Integer
+
+from kvfunc.history import HOLE, NEVER
+from kvfunc.rows import Rows
+
+from .interface import Deliver, Job, Usage
+
+Indices = Integer[np.ndarray, " n"]
+Slots = Int[np.ndarray, " n"]
+Table = Int[np.ndarray, "columns rows"]  # Rows.COLUMNS, one row of the table a column
+_COLUMN = {name: index for index, name in enumerate(Rows.COLUMNS)}
+
+
+class Sequence:
+    """One answer: the prompt, what has been generated, and the slots it holds.
+
+    Attributes:
+      number: of its arrival.
+      passed: how many later requests have been admitted before it.
+      tokens: int32 ids of the prompt and of the answer, as far as it goes: `length` of them.
+      slots: int32, where the KV of a token stands that this request holds, HOLE for others.
+      spare: slots that it holds and has no token for yet.
+      queries: raw indices that must be computed before the next token can be chosen.
+    """
+
+    def __init__(self, job: Job, deliver: Deliver, number: int):
+        self.job, self.deliver, self.number = job, deliver, number
+        self.passed = 0
+        self.cancelled = False
+        self.cold = False  # whether it is to be placed with nothing found
+        self.restarted = False  # whether that has been tried
+        self.postponed = False  # whether the last step had no room for it
+        self.usage: Usage | None = None
+        self.lane: int | None = None  # of the sampler, while it runs
+        self.lane_is_set = False
+        self.prompt = self.length = len(job.tokens)
+        self.history = job.history.extend(job.max_tokens)
+        self.tokens = np.concatenate([job.tokens, np.zeros(job.max_tokens, np.int32)])
+        seed = job.sampling.seed
+        self.seed = secrets.randbits(63) if seed is None else seed
+        self._edited = bool(job.history.events)
+        self._clear()
+
+    @property
+    def generated(self) -> int:
+        """How many tokens the answer has."""
+        return self.length - self.prompt
+
+    @property
+    def stream(self) -> Slots:
+        """The ids of prompt and answer."""
+        return self.tokens[:self.length]
+
+    @property
+    def computed(self) -> int:
+        """Tokens from the start whose KV stands, or need not."""
+        return int(self.queries[0]) if len(self.queries) else self.length
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only its newest token is to be computed, with all others resident."""
+        return len(self.queries) == 1 and self.generated > 0
+
+    def shared_with(self, other: Sequence) -> int:
+        """How many (events, token) the two begin with in common."""
+        stop = min(self.length, other.length, self.history.common_prefix(other.history))
+        differs = np.flatnonzero(self.tokens[:stop] != other.tokens[:stop])
+        return int(differs[0]) if len(differs) else stop
+
+    @property
+    def last_slot(self) -> int:
+        """The slot of the token before the next query, HOLE if it has none."""
+        return int(self.slots[self.queries[0] - 1]) if self.queries[0] else HOLE
+
+    def _clear(self) -> None:
+        self.slots = np.full(len(self.tokens), HOLE, np.int32)
+        self._resident = np.zeros(len(self.tokens), bool)
+        self.spare = np.zeros(0, np.int32)
+        self.queries = np.zeros(0, np.int64)
+        self._table: Table | None = None
+
+    def unplace(self) -> Slots:
+        """Forget where the KV stands; the slots that were held."""
+        held = np.concatenate([self.slots[self.slots != HOLE], self.spare])
+        self._clear()
+        return held
+
+    def place(self, resident: Slots) -> None:
+        """Build on resident KV: what is read is taken over, what is missing becomes queries.
+
+        Args:
+          resident: where the KV of each token of the stream stands, HOLE for none.
+        """
+        self.slots[:self.length] = resident
+        missing = np.zeros(len(self.tokens), bool)
+        missing[:self.length] = resident == HOLE
+        self.queries = self.history.needed(missing, [self.length - 1])
+        if self._edited:
+            self.slots[:self.length][~self._is_read()] = HOLE
+        self._resident = self.slots != HOLE
+
+    def _is_read(self) -> Bool[np.ndarray, " length"]:
+        tokens = np.arange(self.length)
+        later = self.history.last_readers(self.queries, tokens) >= 0
+        return later | (self.history.visible_until[tokens] == NEVER)
+
+    def room(self, chunk: int) -> int:
+        """The most slots beyond those it holds that computing its queries takes at any time.
+
+        Args:
+          chunk: most queries of a step; KV that nothing reads any more goes after each.
+        """
+        mine = np.flatnonzero(self.slots[:self.length] != HOLE)
+        new = self.queries[self.slots[self.queries] == HOLE]
+        most = len(mine) + len(new)
+        if self._edited and len(new):
+            until = self.history.visible_until[np.concatenate([mine, new])]
+            change = np.bincount(new, minlength=self.length)
+            change -= np.bincount(until[until < self.length], minlength=self.length)
+            most = min(most, len(mine) + int(np.cumsum(change).max()) + chunk)
+        return max(most - len(mine) - len(self.spare), 0)
+
+    def lacks(self, queries: Indices) -> int:
+        """How many further slots these queries need."""
+        return int((self.slots[queries] == HOLE).sum()) - len(self.spare)
+
+    def assign(self, queries: Indices) -> Slots:
+        """Give the queries their slots; where each writes, HOLE for KV that is resident."""
+        without = queries[self.slots[queries] == HOLE]
+        self.slots[without], self.spare = self.spare[:len(without)], self.spare[len(without):]
+        return np.where(self._resident[queries], HOLE, self.slots[queries]).astype(np.int32)
+
+    def table(self, queries: Indices) -> Table:
+        """The rows of these queries, the first of them at place 0."""
+        if not self.decodes:
+            rows = self.history.rows(queries, self.slots)
+            return np.stack([getattr(rows, name) for name in Rows.COLUMNS])
+        if self._table is None:
+            rows = self.history.rows(queries, self.slots)
+            self._table = np.stack([getattr(rows, name) for name in Rows.COLUMNS])
+        else:
+            self._extend_table(int(queries[0]))
+        return self._table
+
+    def _extend_table(self, query: int) -> None:
+        """One more token, which sees all that the one before saw, and itself."""
+        slot, last = int(self.slots[query]), self._table[:, -1]
+        if slot == last[_COLUMN["slot"]] + last[_COLUMN["length"]] and (
+                query == last[_COLUMN["raw"]] + last[_COLUMN["length"]]):
+            last[_COLUMN["length"]] += 1
+            return
+        row = dict(q_start=0, q_len=1, slot=slot, length=1, raw=query,
+                   birth=self.history.births[query], shift=0, visible_until=NEVER)
+        column = np.array([[row[name]] for name in Rows.COLUMNS], np.int32)
+        self._table = np.concatenate([self._table, column], axis=1)
+
+    def advance(self, queries: Indices) -> None:
+        """These queries, the next ones, were computed."""
+        self.queries = self.queries[len(queries):]
+
+    def let_go(self) -> Slots:
+        """The slots of tokens that nothing will read any more; they are held no longer."""
+        if not self._edited:
+            return np.zeros(0, np.int32)
+        slots = self.slots[:self.length]
+        gone = (slots != HOLE) & (self.history.visible_until[:self.length] <= self.computed)
+        slots, self.slots[:self.length][gone] = slots[gone], HOLE
+        return slots
+
+    def append(self, token: int) -> None:
+        """The answer has one more token."""
+        self.tokens[self.length] = token
+        self.queries = np.array([self.length])
+        self.length += 1
