@@ -61,7 +61,7 @@ def create_app(engine: Engine, chat: ChatTemplate, *, warnings: Sequence[str] = 
     return Starlette(
         lifespan=running,
         routes=[
-            Route("/health", _health),
+            Route("/health", api.health),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
@@ -92,6 +92,9 @@ class _Api:
         self._engine, self._chat, self._warnings = engine, chat, warnings
         self._created = int(time.time())
         self._turns = Turns()
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "engine": await run_sync(self._engine.stats)})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -297,10 +300,6 @@ def _as_api_error(error: Exception) -> ApiError:
     _log.error("a request failed", exc_info=error)
     return ApiError("the server failed on this request; its log says where", code="internal_error",
                     status=500)
-
-
-async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -40,7 +40,7 @@ from .interface import (
 from .pages import Pages
 from .radix import Tree
 from .scheduler import Counters, Scheduler, Work
-from .sequence import Sequence
+from .sequence import Sequence, most_slots
 
 ROWS = 8192  # of a compiled step; a request that needs more runs alone, in a step of its own
 BETWEEN = (64, 256)  # compiled numbers of queries between one for each request and a whole chunk
@@ -132,6 +132,16 @@ class Engine:
         """What happened since the start."""
         return self.scheduler.counters
 
+    def stats(self) -> dict[str, int | float]:
+        """What runs, what the pool holds, and the counters; any thread may ask."""
+        with self._lock:
+            pages = self.scheduler.pages
+            return {"running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
+                    "free_pages": pages.free, "held_pages": pages.held,
+                    "evictable_pages": pages.evictable, **dataclasses.asdict(self.counters),
+                    "compilations": self.compilations, "host_seconds": self.seconds.host,
+                    "device_seconds": self.seconds.device}
+
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape, so that no request waits for a compiler.
 
@@ -169,7 +179,8 @@ class Engine:
                 f"the prompt of {history.tokens} tokens needs {longest} positions, one for the "
                 f"answer included, and the context has {self.context_length}: shorten it, or drop "
                 "messages and reposition earlier in the history")
-        slots = _slots_at_once(history, self.scheduler.chunk)
+        queries = history.needed(np.ones(history.tokens, bool), [history.tokens - 1])
+        slots = most_slots(history, queries[:0], queries, history.tokens, self.scheduler.chunk)
         if slots > self.kv_tokens:
             raise CapacityExceeded(
                 f"the prompt needs {slots} KV slots and the pool has {self.kv_tokens}: shorten it, "
@@ -407,15 +418,6 @@ def _check(most: int, context_length: int | None, kv_tokens: int, page_size: int
                          f"got {max_num_seqs} and {chunk}")
     if policy not in eviction.POLICIES:
         raise ValueError(f"policy must be one of {', '.join(eviction.POLICIES)}, got {policy!r}")
-
-
-def _slots_at_once(history: History, chunk: int) -> int:
-    """The most slots that computing a prompt from nothing takes at any time."""
-    queries = history.needed(np.ones(history.tokens, bool), [history.tokens - 1])
-    until = history.visible_until[queries]
-    change = np.bincount(queries, minlength=history.tokens)
-    change -= np.bincount(until[until < history.tokens], minlength=history.tokens)
-    return min(len(queries), int(np.cumsum(change).max()) + chunk)
 
 
 def _chooses(part: Work) -> bool:

@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from kvfunc.history import HOLE, NEVER
+from kvfunc.history import HOLE, NEVER, History
 from kvfunc.rows import Rows
 
 from .interface import Deliver, Job, Usage
@@ -115,16 +115,11 @@ class Sequence:
         """The most slots beyond those it holds that computing its queries takes at any time.
 
         Args:
-          chunk: most queries of a step; KV that nothing reads any more goes after each.
+          chunk: most queries of a step.
         """
         mine = np.flatnonzero(self.slots[:self.length] != HOLE)
         new = self.queries[self.slots[self.queries] == HOLE]
-        most = len(mine) + len(new)
-        if self._edited and len(new):
-            until = self.history.visible_until[np.concatenate([mine, new])]
-            change = np.bincount(new, minlength=self.length)
-            change -= np.bincount(until[until < self.length], minlength=self.length)
-            most = min(most, len(mine) + int(np.cumsum(change).max()) + chunk)
+        most = most_slots(self.history, mine, new, self.length, chunk)
         return max(most - len(mine) - len(self.spare), 0)
 
     def lacks(self, queries: Indices) -> int:
@@ -179,3 +174,21 @@ class Sequence:
         self.tokens[self.length] = token
         self.queries = np.array([self.length])
         self.length += 1
+
+
+def most_slots(history: History, held: Indices, new: Indices, length: int, chunk: int) -> int:
+    """How many slots are held at most while queries run, where KV goes once nothing reads it.
+
+    Args:
+      history: of `length` tokens or more.
+      held: raw indices of tokens that have a slot from the start.
+      new: of those that get one when their query runs.
+      length: tokens that are there.
+      chunk: most queries of a step; what nothing reads any more goes after each.
+    """
+    if not history.events or not len(new):
+        return len(held) + len(new)
+    until = history.visible_until[np.concatenate([held, new])]
+    change = np.bincount(new, minlength=length)
+    change -= np.bincount(until[until < length], minlength=length)
+    return len(held) + min(len(new), int(np.cumsum(change).max()) + chunk)

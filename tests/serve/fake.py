@@ -91,6 +91,9 @@ class FakeEngine(Engine):
         with self._changed:
             return len(self._waiting) + len(self._running)
 
+    def stats(self):
+        return {"running": len(self._running), "waiting": len(self._waiting)}
+
     def say(self, *script: str | int | object):
         """Texts, token ids, WAIT, SKIP or an exception, in order; "<|im_end|>" ends the turn."""
         self.say_in_turn(script)

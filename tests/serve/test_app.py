@@ -112,7 +112,8 @@ def test_models_and_health(served):
     assert card.pop("created") > 1_700_000_000
     assert card == {"id": "fake", "object": "model", "owned_by": "kvfunc", "max_model_len": 1000,
                     "kv_bytes_per_token": 64}
-    assert served.client.get("/health").json() == {"status": "ok"}
+    assert served.client.get("/health").json() == {
+        "status": "ok", "engine": {"running": 0, "waiting": 0}}
 
 
 # Ends
