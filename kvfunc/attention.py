@@ -29,7 +29,9 @@ from kvfunc.storage import number_dtype, read_block
 # that nothing is computed for padding. The keys go in large blocks while these are full and in
 # small ones for the rest, so that a history of many short rows costs what its keys cost.
 FEW_QUERIES, TILE_QUERIES = 8, 256
-LARGE_BLOCK, SMALL_BLOCK = 512, 64
+LARGE_BLOCK, LARGE_BLOCK_OF_ONE_QUERY, SMALL_BLOCK = 512, 256, 64
+# For one query, up to so many KV heads are read as one (see _folded).
+FOLDED_HEADS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -209,10 +211,21 @@ def _only(rows: Rows, mask) -> Rows:
     return dataclasses.replace(rows, q_len=jnp.where(mask, rows.q_len, 0))
 
 
+def _product(subscripts: str, grouped, block):
+    """Of [kv_heads, group, queries, …] and a block of keys or values, in float32."""
+    heads, group, queries, last = grouped.shape
+    operands = grouped.reshape(heads, group * queries, last), block
+    if heads == 1:  # a batch of one is not compiled to a plain product
+        subscripts = subscripts.replace("h", "")
+        operands = operands[0][0], block[:, 0]
+    out = jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32,
+                     precision=lax.Precision.HIGHEST)
+    return out.reshape(heads, group, queries, -1)
+
+
 def _scores(options: _Options, grouped, keys, mask):
     """Masked scores [kv_heads, group, queries, keys] of grouped queries against one key block."""
-    scores = jnp.einsum("hgqd,thd->hgqt", grouped, keys, preferred_element_type=jnp.float32,
-                        precision=lax.Precision.HIGHEST)
+    scores = _product("hnd,thd->hnt", grouped, keys)
     if options.softcap is not None:
         scores = options.softcap * jnp.tanh(scores / options.softcap)
     return scores + mask[None, None]
@@ -223,8 +236,7 @@ def _attended(part: Partial, scores, values) -> Partial:
     m = jnp.maximum(part.m, scores.max(-1))
     p = _exp_below(scores, m[..., None])
     old = _exp_below(part.m, m)
-    new = jnp.einsum("hgqt,thd->hgqd", p.astype(values.dtype), values,
-                     preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
+    new = _product("hnt,thd->hnd", p.astype(values.dtype), values)
     return Partial(m=m, l=old * part.l + p.sum(-1), acc=old[..., None] * part.acc + new)
 
 
@@ -274,7 +286,8 @@ class _Run:
 
     def over_keys(self, slots: int, body, carry):
         """`body(first key, size of the block, carry)` over all keys that may be seen."""
-        large, small = min(LARGE_BLOCK, slots), min(SMALL_BLOCK, slots)
+        large = LARGE_BLOCK if len(self.tile.valid) > 1 else LARGE_BLOCK_OF_ONE_QUERY
+        large, small = min(large, slots), min(SMALL_BLOCK, slots)
         count = (self.stop - self.start) // large
         rest = self.start + count * large
         carry = lax.fori_loop(
@@ -351,6 +364,25 @@ def _turned(options: _Options, run: _Run, grouped, dtype):
     return (run.turn(grouped) * options.scale).astype(dtype)
 
 
+def _folded(grouped):
+    """[kv_heads, group, 1, head_dim] -> [1, heads, 1, kv_heads * head_dim].
+
+    Each head's query stands in the place of its KV head, with zeros beside it. So one plain product
+    reads a block of slots as it lies; XLA's CPU takes half the time for it that it takes for a
+    batch of thin ones, though most of it is zeros.
+    """
+    kv_heads, group, queries, head_dim = grouped.shape
+    own = jnp.eye(kv_heads, dtype=grouped.dtype)[:, None, None, :, None]
+    return (own * grouped[:, :, :, None]).reshape(1, -1, queries, kv_heads * head_dim)
+
+
+def _unfolded(acc, kv_heads: int):
+    """[queries, heads, kv_heads * head_dim] -> [queries, heads, head_dim], each head's own."""
+    queries, heads, width = acc.shape
+    acc = acc.reshape(queries, kv_heads, heads // kv_heads, kv_heads, -1)
+    return jnp.einsum("qkgkd->qkgd", acc).reshape(queries, heads, width // kv_heads)
+
+
 def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
            state: Partial, size: int) -> Partial:
     """Each tile of queries goes over the key blocks it may see, with an online softmax."""
@@ -359,6 +391,9 @@ def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
     size = min(size, queries)
     work = _Work(options, rows, births, turn, size)
 
+    folds = size == 1 and 1 < kv_heads <= FOLDED_HEADS
+    read_heads, width = (1, kv_heads * head_dim) if folds else (kv_heads, head_dim)
+
     def step(i, state: Partial) -> Partial:
         tile = work.tile(i)
         grouped = _grouped(tile.queries_of(q), kv_heads)
@@ -366,17 +401,25 @@ def _tiles(options: _Options, q, k, v, rows: Rows, births, turn: Rotation,
         def read_row(row, part: Partial) -> Partial:
             run = work.run(tile, row)
             turned = _turned(options, run, grouped, number_dtype(k))
+            if folds:
+                turned = _folded(turned).astype(jnp.float32)
 
             def read_keys(first, count: int, part: Partial) -> Partial:
                 _, (keys, values), mask = run.read(options, (k, v), first, count)
+                if folds:
+                    keys, values = (x.astype(jnp.float32).reshape(count, 1, width)
+                                    for x in (keys, values))
                 return _attended(part, _scores(options, turned, keys, mask), values)
 
             return run.over_keys(k.shape[0], read_keys, part)
 
-        part = jax.tree.map(lambda x: _grouped(x, kv_heads), Partial.empty(size, heads, head_dim))
+        part = jax.tree.map(lambda x: _grouped(x, read_heads), Partial.empty(size, heads, width))
         part = lax.fori_loop(tile.first_row, tile.stop_row, read_row, part)
+        part = jax.tree.map(_ungrouped, part)
+        if folds:
+            part = dataclasses.replace(part, acc=_unfolded(part.acc, kv_heads))
         old = jax.tree.map(tile.queries_of, state)
-        return jax.tree.map(tile.put, state, old.merge(jax.tree.map(_ungrouped, part)))
+        return jax.tree.map(tile.put, state, old.merge(part))
 
     return lax.fori_loop(0, work.count, step, state)
 
