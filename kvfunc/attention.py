@@ -28,7 +28,7 @@ from kvfunc.storage import number_dtype, read_block
 # A row's queries are worked off in tiles. Rows of few queries (decode) take one query at a time, so
 # that nothing is computed for padding. The keys go in large blocks while these are full and in
 # small ones for the rest, so that a history of many short rows costs what its keys cost.
-FEW_QUERIES, TILE_QUERIES = 8, 256
+FEW_QUERIES, TILE_QUERIES = 8, 64
 LARGE_BLOCK, LARGE_BLOCK_OF_ONE_QUERY, SMALL_BLOCK = 512, 256, 64
 # For one query, up to so many KV heads are read as one (see _folded).
 FOLDED_HEADS = 8

@@ -176,7 +176,8 @@ class Sequence:
         self.length += 1
 
 
-def most_slots(history: History, held: Indices, new: Indices, length: int, chunk: int) -> int:
+def most_slots(history: History, held: Integer[np.ndarray, " held"],
+               new: Integer[np.ndarray, " new"], length: int, chunk: int) -> int:
     """How many slots are held at most while queries run, where KV goes once nothing reads it.
 
     Args:

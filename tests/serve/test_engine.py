@@ -862,3 +862,50 @@ def test_every_answer_is_the_cold_answer(small, cold, requests, random):
             assert one.end.reason == "length"
             assert len(one.tokens) == request.new or len(request.tokens) + request.new > POOL - 8
         assert_same(one.tokens, cold(request))
+
+
+BOUNDS = {"bfloat16": 0.05, "int8": 0.05, "float8_e4m3fn": 0.4}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_kv_of_every_type_gives_what_it_gives_cold(model, dtype):
+    """Warm, batched, chunked and recovered; a token may differ only where two are as likely."""
+    engine = Engine(model, kv_tokens=POOL, chunk=CHUNK, page_size=4, max_num_seqs=4, kv_dtype=dtype)
+    tokens = text(60)
+    requests = [Request(tokens, new=6), Request(tokens[:47], new=6),
+                Request(tokens, (Drop(40, ((10, 30),)), Repos(40)), new=6),
+                Request(tokens[:50], (Drop(25, ((3, 20),)), Repos(44)), new=6)]
+    cold = []
+    for request in requests:
+        emptied(engine)
+        cold.append(ask(engine, request)[1])
+    emptied(engine)
+    found = 0
+    for times in range(3):
+        asked = [request.submit(engine) for request in requests]
+        run(engine)
+        with engine._lock:
+            engine.scheduler.tree.evict(5 + times)
+        for one, expected in zip(asked, cold, strict=True):
+            assert one.end == End("length")
+            assert_alike(one.tokens, expected, BOUNDS[dtype])
+            found += one.usage.cached_tokens
+    assert found > 0 and engine.counters.evicted > 0 and engine.counters.recovered > 0
+
+
+def assert_alike(answer, expected, bound):
+    for got, want in zip(answer, expected, strict=True):
+        likelihood = dict(want.top)
+        if got.id != want.id:
+            assert want.logprob - likelihood[got.id] < bound
+            return
+        assert abs(got.logprob - want.logprob) < bound
+
+
+def test_quantised_kv_takes_less_room(model):
+    def bytes_of(dtype):
+        return Engine(model, kv_tokens=16, kv_dtype=dtype).kv_bytes_per_token
+
+    elements = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim
+    assert bytes_of(None) == 4 * elements and bytes_of("bfloat16") == 2 * elements
+    assert bytes_of("int8") == bytes_of("float8_e4m3fn") == elements + 4 * elements // 8

@@ -1,7 +1,10 @@
 """The embedded model behind real HTTP: what the README promises to an agent builder."""
 
+import concurrent.futures
 import contextlib
+import pathlib
 import threading
+import uuid
 
 import jax.numpy as jnp
 import openai
@@ -13,14 +16,21 @@ from kvfunc.serve.app import create_app
 from kvfunc.serve.client import Client, Refused
 from kvfunc.serve.engine import Engine
 
+# The first rounds of five agent runs without their system message, from tau-bench (MIT).
+FIVE_RUNS = pathlib.Path(__file__).parents[1] / "data" / "five_runs.jsonl"
 LONG_RUN = "airline-2-1"  # 62 messages, longer than the model's context of 8,192 tokens
 
 
 @pytest.fixture(scope="module")
-def url():
-    """A server of the embedded model in float32."""
-    model = load(None, jnp.float32)
-    app = create_app(Engine(model, kv_tokens=16384, chunk=256), model.chat)
+def engine():
+    """The embedded model in float32."""
+    return Engine(load(None, jnp.float32), kv_tokens=16384, chunk=256)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    """A server of it."""
+    app = create_app(engine, load(None, jnp.float32).chat)
     ready = threading.Event()
     found = []
 
@@ -124,3 +134,48 @@ def test_a_client_that_leaves_makes_room_for_the_next(client):
     with contextlib.closing(client.chat.completions.create(**asked, stream=True)) as stream:
         next(iter(stream))
     assert client.chat.completions.create(**asked, max_tokens=1).usage.completion_tokens == 1
+
+
+@contextlib.contextmanager
+def little_memory(engine, slots):
+    """Leave so many slots to the requests, with nothing resident."""
+    engine.clear()
+    with engine._lock:
+        pages = engine.scheduler.pages
+        taken = pages.take(pages.free - slots // pages.size)
+    try:
+        yield
+    finally:
+        engine.clear()
+        with engine._lock:
+            pages.release(taken)
+
+
+def test_five_agents_in_the_memory_of_one_get_their_cold_answers(engine, url):
+    runs = replay.read_runs(FIVE_RUNS)
+    policy = {"policy": {"type": "rolling_tool_outputs", "keep": 1, "reposition_above_tokens": 500}}
+
+    def answers(run, fresh):
+        """Of every round; what is cached is the run's own, or nothing."""
+        salt, said = str(uuid.uuid4()), []
+        with Client(url) as client:
+            for message in run.rounds:
+                cache = {**policy, "salt": str(uuid.uuid4()) if fresh else salt}
+                said.append("".join(piece for piece in client.stream(
+                    run.messages[:message], cache, temperature=0, max_tokens=6, ignore_eos=True)
+                    if isinstance(piece, str)))
+        return said
+
+    cold = [answers(run, fresh=True) for run in runs]
+    with Client(url) as client:
+        plans = [client.plan(run.messages[:run.rounds[-1]], policy) for run in runs]
+    assert all(plan["live_tokens"] < plan["prompt_tokens"] for plan in plans)
+    slots = max(plan["prompt_tokens"] for plan in plans) + 16
+    before = engine.stats()
+    with little_memory(engine, slots), concurrent.futures.ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(lambda run: answers(run, fresh=False), runs))
+    after = engine.stats()
+    assert together == cold
+    assert all(len(set(said)) > 1 for said in cold)
+    for counter in ("found", "evicted", "recovered"):
+        assert after[counter] > before[counter]
