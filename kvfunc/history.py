@@ -316,9 +316,10 @@ class History:
         breaks[1:] = (np.diff(kind) != 0) | (dropped[1:] != dropped[:-1])
         breaks[1:] |= ~dropped[1:] & (np.diff(positions) != 1)
         starts = np.flatnonzero(breaks)
-        return [Run(int(start), int(stop), self.KINDS[kind[start]],
-                    None if dropped[start] else int(positions[start]))
-                for start, stop in zip(starts, [*starts[1:], self.tokens], strict=True)]
+        columns = (starts, np.append(starts[1:], self.tokens), kind[starts], positions[starts])
+        return [Run(start, stop, self.KINDS[which], None if position == DROPPED else position)
+                for start, stop, which, position in zip(*(x.tolist() for x in columns),
+                                                        strict=True)]
 
     def _has_moved(self, segments: np.ndarray, stages: np.ndarray) -> np.ndarray:
         """Which segments stand elsewhere than where they were born, each as seen from a stage.

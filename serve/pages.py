@@ -110,6 +110,8 @@ class Pages:
         self._update(slots)
 
     def _update(self, slots: Slots) -> None:
-        pages = np.unique(slots // self.size)
+        touched = np.zeros(self.count, bool)
+        touched[slots // self.size] = True
+        pages = np.flatnonzero(touched)
         self._is_held[pages] = (self._holders[pages] > 0).any(-1)
         self._is_free[pages] = ~self._is_held[pages] & ~self._kept[pages].any(-1)

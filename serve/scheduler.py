@@ -132,10 +132,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._lanes:
-            sequence = self._next()
-            if sequence is None:
+            found = self._next()
+            if found is None:
                 return
-            if self._place(sequence):
+            sequence, resident = found
+            if self._place(sequence, resident):
                 self.waiting.remove(sequence)
                 self.running.append(sequence)
                 for other in self.waiting:
@@ -146,15 +147,19 @@ class Scheduler:
                 self.waiting.remove(sequence)
                 self._give_up(sequence)
 
-    def _next(self) -> Sequence | None:
-        """Whoever shares most with what is resident, unless that will grow; of equals the first."""
+    def _next(self) -> tuple[Sequence, Slots] | None:
+        """Whoever shares most with what is resident, unless that will grow; of equals the first.
+
+        With it comes what is resident of it.
+        """
         if self.waiting[0].passed >= FAIRNESS:
-            return self.waiting[0]
+            return self.waiting[0], self._find(self.waiting[0])
         best, most = None, -1
         for sequence in self.waiting[:LOOKAHEAD]:
-            found = np.flatnonzero(self._find(sequence) != HOLE)
+            resident = self._find(sequence)
+            found = np.flatnonzero(resident != HOLE)
             if len(found) > most and not self._is_coming(sequence, int(found.max(initial=-1)) + 1):
-                best, most = sequence, len(found)
+                best, most = (sequence, resident), len(found)
         return best
 
     def _find(self, sequence: Sequence) -> Slots:
@@ -170,13 +175,12 @@ class Scheduler:
                 return True
         return False
 
-    def _place(self, sequence: Sequence) -> bool:
+    def _place(self, sequence: Sequence, resident: Slots) -> bool:
         """Give a request its resident KV, if there is room for the rest.
 
         Resident KV can lie scattered over more pages than the request would fill by itself; if it
         is alone and has no room for that reason, it is computed from the start.
         """
-        resident = self._find(sequence)
         found_nothing = np.full_like(resident, HOLE)
         for found in [found_nothing] if sequence.cold else [resident, found_nothing]:
             sequence.place(found)
