@@ -371,7 +371,7 @@ def _folded(grouped):
     reads a block of slots as it lies; XLA's CPU takes half the time for it that it takes for a
     batch of thin ones, though most of it is zeros.
     """
-    kv_heads, group, queries, head_dim = grouped.shape
+    kv_heads, _, queries, head_dim = grouped.shape
     own = jnp.eye(kv_heads, dtype=grouped.dtype)[:, None, None, :, None]
     return (own * grouped[:, :, :, None]).reshape(1, -1, queries, kv_heads * head_dim)
 

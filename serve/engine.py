@@ -95,20 +95,24 @@ class Engine:
         chunk = max(chunk, self._most)
         self._sizes = sorted({least, self._most, chunk,
                               *(size for size in BETWEEN if self._most < size < chunk)})
-        pages = Pages(kv_tokens // page_size, page_size)
-        self.kv_tokens = pages.slots
+        self.kv_tokens = kv_tokens // page_size * page_size
         # The keys that one query sees have positions of their own, so they are never more.
-        most_rows = min(self.context_length, pages.slots)
+        most_rows = min(self.context_length, self.kv_tokens)
         self._rows = min(ROWS, most_rows)
         self.shapes = [(size, self._rows) for size in self._sizes]  # (tokens, rows) of steps
         if most_rows > self._rows:
             self.shapes.append((least, most_rows))
         work_of_token = sum(x.size for name, x in _leaves(model.params) if name != "embed")
         attention_of_key = 2 * config.layers * config.heads * config.head_dim
-        tree = Tree(pages, eviction.POLICIES[policy], -(-work_of_token // attention_of_key))
-        self.scheduler = Scheduler(pages, tree, lanes=max_num_seqs, sizes=self._sizes,
-                                   rows=self._rows, most_rows=most_rows)
 
+        def make_scheduler() -> Scheduler:
+            pages = Pages(self.kv_tokens // page_size, page_size)
+            tree = Tree(pages, eviction.POLICIES[policy], -(-work_of_token // attention_of_key))
+            return Scheduler(pages, tree, lanes=max_num_seqs, sizes=self._sizes, rows=self._rows,
+                             most_rows=most_rows)
+
+        self._make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self._params = model.params
         self._reset_device()
         self.kv_bytes_per_token = self._kv.bytes_per_token
@@ -371,12 +375,9 @@ class Engine:
         """End whatever runs or waits, and forget all KV."""
         with self._lock:
             self._receive()
-            scheduler = self.scheduler
-            sequences = [*scheduler.running, *scheduler.waiting]
-            for sequence in sequences:
-                scheduler.remove(sequence)
-            scheduler.tree.clear()
-        for sequence in sequences:
+            before, self.scheduler = self.scheduler, self._make_scheduler()
+            self.scheduler.counters = before.counters
+        for sequence in [*before.running, *before.waiting]:
             _deliver(sequence, End("error", error))
 
     def _reset_device(self) -> None:

@@ -147,6 +147,8 @@ class Sequence:
     def _extend_table(self, query: int) -> None:
         """One more token, which sees all that the one before saw, and itself."""
         slot, last = int(self.slots[query]), self._table[:, -1]
+        if query < last[_COLUMN["raw"]] + last[_COLUMN["length"]]:
+            return  # the query was put off, and has its row
         if slot == last[_COLUMN["slot"]] + last[_COLUMN["length"]] and (
                 query == last[_COLUMN["raw"]] + last[_COLUMN["length"]]):
             last[_COLUMN["length"]] += 1

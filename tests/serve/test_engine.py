@@ -909,3 +909,22 @@ def test_quantised_kv_takes_less_room(model):
     elements = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim
     assert bytes_of(None) == 4 * elements and bytes_of("bfloat16") == 2 * elements
     assert bytes_of("int8") == bytes_of("float8_e4m3fn") == elements + 4 * elements // 8
+
+
+def test_more_rows_than_a_step_has_are_shared_out_over_steps(model, cold, monkeypatch):
+    """Queries are put off, chunks are cut, and a query with too many rows runs alone."""
+    monkeypatch.setattr("kvfunc.serve.engine.ROWS", 8)
+    engine = Engine(model, kv_tokens=POOL * 4, chunk=CHUNK, page_size=4, max_num_seqs=4)
+    engine.warm_up()
+    compiled = engine.compilations
+    holes = tuple((i, i + 1) for i in range(2, 60, 4))
+    requests = [Request(text(70, seed=1), (Drop(64, holes[:gaps]), Repos(66)), new=6)
+                for gaps in (15, 9, 1, 0)]
+    steps = steps_of(engine, monkeypatch)
+    asked = [request.submit(engine) for request in requests]
+    run(engine)
+    for one, request in zip(asked, requests, strict=True):
+        assert one.end == End("length")
+        assert_same(one.tokens, cold(request))
+    assert engine.compilations == compiled == len(engine.shapes)
+    assert [1] in steps and any(len(step) > 1 for step in steps)
