@@ -106,6 +106,16 @@ def test_a_stream_says_what_the_plain_answer_says(client):
     assert streamed == plain
 
 
+def test_choices_of_one_request_are_those_of_requests_with_their_seeds(client):
+    asked = dict(model="SmolLM2-135M-Instruct", max_tokens=8, temperature=0.8, messages=[
+        {"role": "user", "content": "Name a colour."}])
+    both = client.chat.completions.create(**asked, n=2, seed=3)
+    alone = [client.chat.completions.create(**asked, seed=seed).choices[0] for seed in (3, 4)]
+    assert [c.message.content for c in both.choices] == [c.message.content for c in alone]
+    assert both.choices[0].message.content != both.choices[1].message.content
+    assert both.usage.completion_tokens == 16
+
+
 def test_a_run_longer_than_the_context_goes_through_with_drop_and_repos(url, long_run):
     policy = replay.Policy("rolling_tool_outputs", keep=4, reposition_above_tokens=4096)
     with Client(url) as client:
