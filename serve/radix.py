@@ -153,8 +153,9 @@ class Tree:
             if node is not None:
                 shared = _shared(node, tokens, history)
                 at += shared
+                leaves = shared < len(node.tokens)  # whoever gets the node may cut it
                 yield node, shared
-                if shared < len(node.tokens):
+                if leaves:
                     return
 
     def _split(self, node: Node, place: int) -> None:
