@@ -187,9 +187,8 @@ class History:
           [tokens] int32, `DROPPED` where the token is not live, or not yet written in that stage.
         """
         last = len(self._stage_start) - 1
-        lengths = np.diff([*self._segments, self.tokens])
-        starts = np.repeat(self._segment_positions(last if stage is None else stage), lengths)
-        positions = starts + np.arange(self.tokens) - np.repeat(self._segments, lengths)
+        starts = self._of_tokens(self._segment_positions(last if stage is None else stage))
+        positions = starts + np.arange(self.tokens) - self._of_tokens(self._segments)
         gone = starts == DROPPED
         if stage is None:
             gone |= self.visible_until != NEVER
@@ -271,16 +270,13 @@ class History:
                   for name in Rows.COLUMNS}
         return Rows(**joined, query_raw=queries.astype(np.int32))
 
-    def last_readers(self, queries: Integer[np.ndarray, " queries"],
-                     tokens: Integer[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
-        """The last of some queries that may see each token, as its place among them; -1 for none.
+    def read_by(self, queries: Integer[np.ndarray, " queries"]) -> Bool[np.ndarray, " tokens"]:
+        """Which tokens some of these queries may see.
 
         Args:
           queries: raw indices, increasing.
-          tokens: raw indices.
         """
-        last = np.searchsorted(queries, self.visible_until[tokens]) - 1
-        return np.where(np.append(queries, -1)[last] >= tokens, last, -1)
+        return self._of_tokens(self._last_readers(queries)) >= np.arange(self.tokens)
 
     def classify(self, computed: Integer[np.ndarray, " queries"]) -> list[Run]:
         """What a request that computes these queries does with each token (usage counters).
@@ -293,22 +289,14 @@ class History:
           computed: raw indices of the queries that run, increasing.
         """
         computed = np.asarray(computed, np.int64)
-        kind = np.full(self.tokens, self.KINDS.index("cached"), np.int8)
-        is_computed = np.zeros(self.tokens, bool)
-        is_computed[computed] = True
-        others = np.flatnonzero(~is_computed)
-        segment = np.repeat(np.arange(len(self._segments)),
-                            np.diff([*self._segments, self.tokens]))[others]
-        # The last that may see a token is the same for its whole segment, if it stands behind it.
-        last = np.append(computed, -1)[
-            np.searchsorted(computed, self.visible_until[self._segments]) - 1]
-        seen = last[segment] > others
-        skipped = ~seen & (self.visible_until[others] != NEVER)
-        kind[others[skipped]] = self.KINDS.index("drop_skipped")
+        last = self._last_readers(computed)
         reads = last > self._segments
         moved = np.zeros(len(self._segments), bool)
         moved[reads] = self._has_moved(np.flatnonzero(reads), self.stage[last[reads]])
-        kind[others[seen & moved[segment]]] = self.KINDS.index("repos")
+        seen = self._of_tokens(last) > np.arange(self.tokens)
+        kind = np.full(self.tokens, self.KINDS.index("cached"), np.int8)
+        kind[~seen & (self.visible_until != NEVER)] = self.KINDS.index("drop_skipped")
+        kind[seen & self._of_tokens(moved)] = self.KINDS.index("repos")
         kind[computed] = self.KINDS.index("computed")
         positions = self.positions()
         dropped = positions == DROPPED
@@ -320,6 +308,17 @@ class History:
         return [Run(start, stop, self.KINDS[which], None if position == DROPPED else position)
                 for start, stop, which, position in zip(*(x.tolist() for x in columns),
                                                         strict=True)]
+
+    def _of_tokens(self, of_segments: np.ndarray) -> np.ndarray:
+        return np.repeat(of_segments, np.diff(self._segments, append=self.tokens))
+
+    def _last_readers(self, queries: np.ndarray) -> np.ndarray:
+        """For each segment the last of some queries that its drop does not come before, or -1.
+
+        It sees those tokens of the segment that do not stand behind it.
+        """
+        last = np.searchsorted(queries, self.visible_until[self._segments]) - 1
+        return np.append(queries, -1)[last]
 
     def _has_moved(self, segments: np.ndarray, stages: np.ndarray) -> np.ndarray:
         """Which segments stand elsewhere than where they were born, each as seen from a stage.

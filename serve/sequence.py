@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Int, Integer
 
 from kvfunc.history import HOLE, NEVER, History
 from kvfunc.rows import Rows
@@ -103,13 +103,9 @@ class Sequence:
         missing[:self.length] = resident == HOLE
         self.queries = self.history.needed(missing, [self.length - 1])
         if self._edited:
-            self.slots[:self.length][~self._is_read()] = HOLE
+            read = self.history.read_by(self.queries) | (self.history.visible_until == NEVER)
+            self.slots[~read] = HOLE
         self._resident = self.slots != HOLE
-
-    def _is_read(self) -> Bool[np.ndarray, " length"]:
-        tokens = np.arange(self.length)
-        later = self.history.last_readers(self.queries, tokens) >= 0
-        return later | (self.history.visible_until[tokens] == NEVER)
 
     def room(self, chunk: int) -> int:
         """The most slots beyond those it holds that computing its queries takes at any time.

@@ -110,10 +110,11 @@ def test_choices_of_one_request_are_those_of_requests_with_their_seeds(client):
     asked = dict(model="SmolLM2-135M-Instruct", max_tokens=8, temperature=0.8, messages=[
         {"role": "user", "content": "Name a colour."}])
     both = client.chat.completions.create(**asked, n=2, seed=3)
-    alone = [client.chat.completions.create(**asked, seed=seed).choices[0] for seed in (3, 4)]
-    assert [c.message.content for c in both.choices] == [c.message.content for c in alone]
-    assert both.choices[0].message.content != both.choices[1].message.content
-    assert both.usage.completion_tokens == 16
+    alone = [client.chat.completions.create(**asked, seed=seed) for seed in (3, 4)]
+    said = [choice.message.content for choice in both.choices]
+    assert said == [one.choices[0].message.content for one in alone] and said[0] != said[1]
+    assert both.usage.completion_tokens == sum(one.usage.completion_tokens for one in alone)
+    assert both.usage.prompt_tokens == alone[0].usage.prompt_tokens
 
 
 def test_a_run_longer_than_the_context_goes_through_with_drop_and_repos(url, long_run):
