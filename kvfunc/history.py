@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -168,13 +169,7 @@ class History:
         KV at a token is a function of the tokens and of the events before it: the two may differ
         in any later event (semantics, "the radix key").
         """
-        shared = min(self.tokens, other.tokens)
-        for mine, theirs in zip(self.events, other.events, strict=False):
-            if mine != theirs:
-                return min(shared, mine.at, theirs.at)
-        many = min(len(self.events), len(other.events))
-        further = (*self.events[many:], *other.events[many:])
-        return min(shared, further[0].at) if further else shared
+        return min(self.tokens, other.tokens, first_difference(self.events, other.events))
 
     def positions(self, stage: int | None = None) -> Int[np.ndarray, " tokens"]:
         """The position of every token: at the end, or as the queries of one stage see it.
@@ -365,6 +360,14 @@ class History:
             raise ValueError(
                 f"query {reads[bad][0]} may see token {holes[bad][0]}, which has no slot; compute "
                 "the tokens that History.needed lists first")
+
+
+def first_difference(mine: Iterable[Event], theirs: Iterable[Event]) -> int:
+    """The raw index before which two streams have the same events; `NEVER` if they all agree."""
+    for pair in itertools.zip_longest(mine, theirs):
+        if pair[0] != pair[1]:
+            return min(event.at for event in pair if event is not None)
+    return NEVER
 
 
 def _take_live(dropped_by: np.ndarray, event: Drop, index: int) -> list[Range]:

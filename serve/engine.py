@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -22,7 +23,7 @@ from jax.typing import DTypeLike
 from kvfunc.history import HOLE, History
 from kvfunc.models.llama import Llama
 from kvfunc.models.load import LoadedModel
-from kvfunc.models.params import Progress
+from kvfunc.models.params import Progress, shapes
 from kvfunc.rows import Rows
 from kvfunc.storage import KV, fastest_dtype
 
@@ -102,7 +103,8 @@ class Engine:
         self.shapes = [(size, self._rows) for size in self._sizes]  # (tokens, rows) of steps
         if most_rows > self._rows:
             self.shapes.append((least, most_rows))
-        work_of_token = sum(x.size for name, x in _leaves(model.params) if name != "embed")
+        work_of_token = sum(math.prod(shape) for place, shape in shapes(config).items()
+                            if place != (None, "embed"))
         attention_of_key = 2 * config.layers * config.heads * config.head_dim
 
         def make_scheduler() -> Scheduler:
@@ -356,20 +358,10 @@ class Engine:
         batch = sampler.Batch.of([(s.lane, s.job.sampling, s.seed, s.generated)
                                   for s in sequences], logits.shape[0])
         chosen, self._lanes = sampler.sample(self._lanes, logits, batch)
-        ids = np.asarray(chosen.tokens).tolist()
-        if all(s.job.sampling.logprobs is None for s in sequences):
-            return [Token(ids[i], None, ()) for i in range(len(sequences))]
-        own, top_ids, top = (np.asarray(x).tolist() for x in (
-            chosen.logprob, chosen.top_ids, chosen.top_logprobs))
-        made = []
-        for i, sequence in enumerate(sequences):
-            wanted = sequence.job.sampling.logprobs
-            if wanted is None:
-                made.append(Token(ids[i], None, ()))
-            else:
-                best = zip(top_ids[i][:wanted], top[i][:wanted], strict=True)
-                made.append(Token(ids[i], own[i], tuple(best)))
-        return made
+        columns = (np.asarray(x).tolist() for x in (
+            chosen.tokens, chosen.logprob, chosen.top_ids, chosen.top_logprobs))
+        return [_token(s.job.sampling.logprobs, *row)
+                for s, *row in zip(sequences, *columns, strict=False)]  # the rest is padding
 
     def _end_all(self, error: Exception) -> None:
         """End whatever runs or waits, and forget all KV."""
@@ -425,8 +417,11 @@ def _chooses(part: Work) -> bool:
     return part.is_last and part.sequence.job.max_tokens > 0
 
 
-def _leaves(params) -> list[tuple[str, jax.Array]]:
-    return [(path[0].key, leaf) for path, leaf in jax.tree.leaves_with_path(params)]
+def _token(wanted: int | None, token: int, logprob: float, top_ids: list[int],
+           top: list[float]) -> Token:
+    if wanted is None:
+        return Token(token, None, ())
+    return Token(token, logprob, tuple(zip(top_ids[:wanted], top[:wanted], strict=True)))
 
 
 def _deliver(sequence: Sequence, what: Token | End) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvfunc.history import HOLE, Drop, Event, History
+from kvfunc.history import HOLE, Drop, Event, History, first_difference
 
 from . import eviction
 from .pages import Pages
@@ -231,14 +231,8 @@ def _shared(node: Node, tokens: Tokens, history: History) -> int:
     differs = np.flatnonzero(node.tokens[:stop - node.start] != tokens[node.start:stop])
     if len(differs):
         stop = node.start + int(differs[0])
-    mine = history.events_between(node.start, stop)
-    theirs = [event for event in node.events if event.at < stop]
-    for one, other in zip(mine, theirs, strict=False):
-        if one != other:
-            return min(one.at, other.at) - node.start
-    many = min(len(mine), len(theirs))
-    further = (*mine[many:], *theirs[many:])
-    return (further[0].at if further else stop) - node.start
+    events = history.events_between(node.start, stop)
+    return min(stop, first_difference(events, node.events)) - node.start
 
 
 def _ranges(events: tuple[Event, ...]) -> Iterator[tuple[int, int]]:
