@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvfunc import cpu
 from kvfunc.quantize import Quantized, no_gradient
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
@@ -32,6 +33,8 @@ FEW_QUERIES, TILE_QUERIES = 8, 64
 LARGE_BLOCK, LARGE_BLOCK_OF_ONE_QUERY, SMALL_BLOCK = 512, 256, 64
 # For one query, up to so many KV heads are read as one (see _folded).
 FOLDED_HEADS = 8
+
+Implementation = Literal["auto", "xla", "cpu"]
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +76,8 @@ class Partial:
         return scale[..., None] * self.acc
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "partials"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "partials",
+                                             "implementation"))
 def segment_attention(
     q: Float[Array, "queries heads head_dim"],
     k: Shaped[Array, "slots kv_heads head_dim"] | Quantized,
@@ -87,6 +91,7 @@ def segment_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     partials: bool = False,
+    implementation: Implementation = "auto",
 ) -> Float[Array, "queries heads head_dim"] | Partial:
     """Attention of packed queries to runs of slots (semantics, "keys never move, queries do").
 
@@ -108,6 +113,8 @@ def segment_attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       sinks: one logit a head that takes part in the softmax and has no value.
       partials: return the unnormalised (m, l, acc), without sinks, to be merged with others.
+      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is the latter where it
+        can be compiled, and XLA else.
 
     Returns:
       float32 outputs, 0 for queries that see nothing; or a `Partial`. Differentiable in q, k, v and
@@ -116,6 +123,7 @@ def segment_attention(
     Raises:
       ValueError: if heads is not a multiple of kv_heads, or window or softcap is not positive; or
         if differentiated where K or V is quantised.
+      NotImplementedError: if the implementation that was asked for cannot be used here.
     """
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
     if heads % kv_heads:
@@ -124,7 +132,8 @@ def segment_attention(
         raise ValueError(f"window must be at least 1 position or None, got {window}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
-    options = _Options(head_dim**-0.5 if scale is None else float(scale), window, softcap)
+    options = _Options(head_dim**-0.5 if scale is None else float(scale), window, softcap,
+                       native=_is_native(implementation, k, v))
     partial = _attend(options)(q, k, v, rows, births, jax.tree.map(lax.stop_gradient, turn))
     return partial if partials else partial.finish(sinks)
 
@@ -134,6 +143,21 @@ class _Options:
     scale: float
     window: int | None
     softcap: float | None
+    native: bool  # whether CPUs run C
+
+
+def _is_native(implementation: str, k, v) -> bool:
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"implementation must be one of {', '.join(get_args(Implementation))}, "
+                         f"got {implementation!r}")
+    if implementation == "xla" or (
+            implementation == "auto" and jax.default_backend() != "cpu"):
+        return False
+    missing = [f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)
+               if not cpu.supports(x)] or [cpu.unavailable()]
+    if implementation == "cpu" and missing[0]:
+        raise NotImplementedError(f'implementation="cpu" cannot be used: {missing[0]}; use "xla"')
+    return not missing[0]
 
 
 def _exp_below(x: Array, m: Array) -> Array:
@@ -199,6 +223,18 @@ def _batch_is_more_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(options: _Options, q, k, v, rows: Rows, births, turn: Rotation) -> Partial:
+    xla = functools.partial(_forward_xla, options)
+    if not options.native:
+        return xla(q, k, v, rows, births, turn)
+
+    def native(q, k, v, rows, births, turn) -> Partial:
+        return Partial(*cpu.attend(q, k, v, rows, births, turn, scale=options.scale,
+                                   window=options.window, softcap=options.softcap))
+
+    return lax.platform_dependent(q, k, v, rows, births, turn, cpu=native, default=xla)
+
+
+def _forward_xla(options: _Options, q, k, v, rows: Rows, births, turn: Rotation) -> Partial:
     state = Partial.empty(*q.shape)
     few = rows.q_len <= FEW_QUERIES
     state = _tiles(options, q, k, v, _only(rows, few), births, turn, state, 1)

@@ -249,7 +249,11 @@ class SegmentAttentionContract:
 
 
 class TestXLA(SegmentAttentionContract):
-    implementation = staticmethod(segment_attention)
+    implementation = staticmethod(functools.partial(segment_attention, implementation="xla"))
+
+
+class TestCPU(SegmentAttentionContract):
+    implementation = staticmethod(functools.partial(segment_attention, implementation="cpu"))
 
 
 @pytest.mark.parametrize("change, message", [
