@@ -5,6 +5,7 @@
    are turned once a row. Blocks of bfloat16 run on AMX where the machine has it. */
 
 #include <math.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -40,13 +41,27 @@ static inline floats every(float x) { return x - (floats){0}; }
 static inline floats where(ints mask, floats yes, floats no) {
   return (floats)((mask & (ints)yes) | (~mask & (ints)no));
 }
+
+#define HALVES(x) __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define QUARTERS(x) \
+  __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define PAIRS(x) __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define SINGLES(x) __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+
 static inline float sum_of(floats x) {
-  float lanes[LANES], total = 0;
-  store(lanes, x);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  total = lanes[0];
-  return total;
+  x += HALVES(x);
+  x += QUARTERS(x);
+  x += PAIRS(x);
+  x += SINGLES(x);
+  return x[0];
+}
+static inline floats larger(floats x, floats y) { return where(y > x, y, x); }
+static inline float largest_of(floats x) {
+  x = larger(x, HALVES(x));
+  x = larger(x, QUARTERS(x));
+  x = larger(x, PAIRS(x));
+  x = larger(x, SINGLES(x));
+  return x[0];
 }
 
 /* exp(x) for x <= 0 to two units in the last place; below 2^-126 it is 0, NaN stays NaN. */
@@ -291,9 +306,8 @@ static void soften(const problem *p, scratch *s, int count) {
       ints inside = (lane + i >= low) & (lane + i < high);
       largest = where(inside & (x > largest), x, largest);
     }
-    float m = s->m[r], lanes[LANES];
-    store(lanes, largest);
-    for (int i = 0; i < LANES; i++) m = lanes[i] > m ? lanes[i] : m;
+    float m = largest_of(largest);
+    m = m > s->m[r] ? m : s->m[r];
     if (m > s->m[r]) {
       float old = s->m[r] == -INFINITY ? 0 : expf(s->m[r] - m);
       s->l[r] *= old;
@@ -407,18 +421,20 @@ static void interleave_pairs(const uint16_t *from, int64_t stride, int keys, int
   }
 }
 
-/* 32 rows of a product, 32 columns at a time. The second operand lies in tiles of 1 KiB,
-   [inner / 32, columns / 16]. */
-static void tiles_product(const uint16_t *a, int a_stride, const uint16_t *b, int b_columns,
-                          int inner, float *out, int out_stride, int columns, int accumulate) {
+/* 32 rows of a product (or 16, if no more are wanted), 32 columns at a time. The second operand
+   lies in tiles of 1 KiB, [inner / 32, columns / 16]. */
+static void tiles_product(int rows, const uint16_t *a, int a_stride, const uint16_t *b,
+                          int b_columns, int inner, float *out, int out_stride, int columns,
+                          int accumulate) {
+  int both = rows > 16;
   for (int c = 0; c < columns; c += 32) {
     float *at[4] = {out + c, out + c + 16, out + 16 * (int64_t)out_stride + c,
                     out + 16 * (int64_t)out_stride + c + 16};
     if (accumulate) {
       _tile_loadd(0, at[0], 4 * out_stride);
       _tile_loadd(1, at[1], 4 * out_stride);
-      _tile_loadd(2, at[2], 4 * out_stride);
-      _tile_loadd(3, at[3], 4 * out_stride);
+      if (both) _tile_loadd(2, at[2], 4 * out_stride);
+      if (both) _tile_loadd(3, at[3], 4 * out_stride);
     } else {
       _tile_zero(0);
       _tile_zero(1);
@@ -428,16 +444,18 @@ static void tiles_product(const uint16_t *a, int a_stride, const uint16_t *b, in
     for (int i = 0; i < inner; i += 32) {
       const uint16_t *right = b + 512 * ((int64_t)(i / 32) * b_columns + c / 16);
       _tile_loadd(4, a + i, 2 * a_stride);
-      _tile_loadd(5, a + 16 * (int64_t)a_stride + i, 2 * a_stride);
       _tile_loadd(6, right, 64);
       _tile_loadd(7, right + 512, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
+      if (!both) continue;
+      _tile_loadd(5, a + 16 * (int64_t)a_stride + i, 2 * a_stride);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, at[0], 4 * out_stride);
     _tile_stored(1, at[1], 4 * out_stride);
+    if (!both) continue;
     _tile_stored(2, at[2], 4 * out_stride);
     _tile_stored(3, at[3], 4 * out_stride);
   }
@@ -453,7 +471,7 @@ static void amx_block(const problem *p, int64_t slot, int kv_head, int count, sc
       transpose_pairs(k + i * stride + d, stride, count - i, p->dim - d,
                       s->k16 + 512 * (d / 32 * (BLOCK / 16) + i / 16));
   for (int r = 0; r < s->n; r += 32)
-    tiles_product(s->q16 + (int64_t)r * s->width, s->width, s->k16, BLOCK / 16, s->width,
+    tiles_product(s->n - r, s->q16 + (int64_t)r * s->width, s->width, s->k16, BLOCK / 16, s->width,
                   s->scores + (int64_t)r * BLOCK, BLOCK, padded, 0);
   soften(p, s, count);
   for (int i = 0; i < padded; i += 32)
@@ -462,7 +480,7 @@ static void amx_block(const problem *p, int64_t slot, int kv_head, int count, sc
       interleave_pairs(v + i * stride + d, stride, count - i, p->dim - d, to, to + 512);
     }
   for (int r = 0; r < s->n; r += 32)
-    tiles_product(s->p16 + (int64_t)r * BLOCK, BLOCK, s->v16, tiles, padded,
+    tiles_product(s->n - r, s->p16 + (int64_t)r * BLOCK, BLOCK, s->v16, tiles, padded,
                   s->acc + (int64_t)r * s->width, s->width, s->width, 1);
 }
 
@@ -470,8 +488,8 @@ static void amx_block(const problem *p, int64_t slot, int kv_head, int count, sc
 
 static int has_amx;
 
-static int on_amx(const problem *p, int vectors) {
-  return has_amx && vectors > FEW && p->k.kind == BFLOAT16 && p->v.kind == BFLOAT16;
+static int on_amx(const problem *p) {
+  return has_amx && p->k.kind == BFLOAT16 && p->v.kind == BFLOAT16;
 }
 
 static size_t carve(char **at, size_t bytes) {
@@ -494,7 +512,7 @@ static size_t lay_out(const problem *p, int vectors, char *at, scratch *s) {
   s->low = (int32_t *)carve(&at, 4 * s->padded);
   s->high = (int32_t *)carve(&at, 4 * s->padded);
   s->scores = (float *)carve(&at, 4 * s->padded * BLOCK);
-  if (on_amx(p, vectors)) {
+  if (on_amx(p)) {
     s->q16 = (uint16_t *)carve(&at, s->padded * vector / 2);
     s->p16 = (uint16_t *)carve(&at, 2 * s->padded * BLOCK);
     s->k16 = (uint16_t *)carve(&at, BLOCK * vector / 2);
@@ -615,11 +633,7 @@ static int run_all(XLA_FFI_CallFrame *frame, int threads, work *w) {
     }
   }
   run_tasks(w);
-  while (atomic_load(&w->done) < w->count) {
-#ifdef AMX
-    _mm_pause();
-#endif
-  }
+  while (atomic_load(&w->done) < w->count) sched_yield(); /* what is left is under way */
   return atomic_load(&w->out_of_memory);
 }
 
