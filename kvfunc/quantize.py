@@ -46,6 +46,11 @@ class Quantized:
         """That of the numbers."""
         return self.values.shape
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the values."""
+        return self.values.dtype
+
     def numbers(self) -> Float[Array, "*batch slots kv_heads head_dim"]:
         """The numbers that are stored, float32."""
         values = self.values

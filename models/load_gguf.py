@@ -32,7 +32,8 @@ class _Reader(gguf.GGUFReader):
 
 
 def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
-              progress: Progress | None = None) -> tuple[ModelConfig, Params]:
+              progress: Progress | None = None,
+              quantization: str | None = None) -> tuple[ModelConfig, Params]:
     """Load a GGUF file of architecture "llama", dequantised.
 
     Args:
@@ -40,6 +41,7 @@ def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
         vocabulary is large).
       dtype: type of every weight.
       progress: called after each tensor with its name, how many are done, and how many there are.
+      quantization: as that of `params.fill`.
 
     Returns:
       The configuration, and the parameter tree described in `params.py`.
@@ -66,7 +68,7 @@ def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
                 return _half_split(weight, config.kv_heads, config.rope.rotary_dim)
         return weight
 
-    return config, fill(config, _name, read, dtype, progress)
+    return config, fill(config, _name, read, dtype, progress, quantization)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> gguf.GGUFReader:

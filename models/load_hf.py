@@ -28,13 +28,15 @@ _BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_fr
 
 
 def load_hf(directory: str | os.PathLike[str], dtype: Any,
-            progress: Progress | None = None) -> tuple[ModelConfig, Params]:
+            progress: Progress | None = None,
+            quantization: str | None = None) -> tuple[ModelConfig, Params]:
     """Load `config.json` and safetensors, in one file or in shards with an index.
 
     Args:
       directory: the folder.
       dtype: type of every weight.
       progress: called after each tensor with its name, how many are done, and how many there are.
+      quantization: as that of `params.fill`.
 
     Returns:
       The configuration, and the parameter tree described in `params.py`.
@@ -70,7 +72,7 @@ def load_hf(directory: str | os.PathLike[str], dtype: Any,
         def read(place: Place) -> np.ndarray:
             return files[_name(place)].get_tensor(_name(place))
 
-        return config, fill(config, _name, read, dtype, progress)
+        return config, fill(config, _name, read, dtype, progress, quantization)
 
 
 def _name(place: Place) -> str:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvfunc.quantize import Quantized, quantize
+
 from .config import ModelConfig
 
 Place = tuple[int | None, str]  # layer (None outside the layers), module
@@ -65,24 +67,32 @@ def check(config: ModelConfig, name: Callable[[Place], str],
 
 
 def fill(config: ModelConfig, name: Callable[[Place], str], read: Callable[[Place], np.ndarray],
-         dtype: Any, progress: Progress | None = None) -> Params:
+         dtype: Any, progress: Progress | None = None, quantization: str | None = None) -> Params:
     """Make the tree, holding one tensor at a time besides it.
 
     Args:
       config: the model.
       name: what the file format calls the weight at a place.
       read: the weight at a place, in any float type.
-      dtype: type of every leaf.
+      dtype: type of every leaf that is not quantised.
       progress: called after each tensor with its name, how many are done, and how many there are.
+      quantization: "int8" stores every matrix as int8, with one scale a row (an output channel, or
+        a token of the vocabulary).
 
     Returns:
       `{"embed": {"weight": ...}, "layer_0": {"q": {"weight": ...}, ...}, ..., "norm": ...}`.
     """
+    if quantization not in (None, "int8"):
+        raise ValueError(f'quantization must be "int8" or None, got {quantization!r}')
     params: Params = {}
     places, dtype = list(shapes(config)), jnp.dtype(dtype)
     for done, (layer, module) in enumerate(places, start=1):
         parent = params if layer is None else params.setdefault(f"layer_{layer}", {})
-        parent[module] = {"weight": _array(read((layer, module)), dtype)}
+        weight = read((layer, module))
+        if quantization and weight.ndim == 2:
+            parent[module] = {"weight": _rows_to_int8(_array(weight, np.dtype(np.float32)))}
+        else:
+            parent[module] = {"weight": _array(weight, dtype)}
         if progress is not None:
             progress(name((layer, module)), done, len(places))
     return params
@@ -90,6 +100,11 @@ def fill(config: ModelConfig, name: Callable[[Place], str], read: Callable[[Plac
 
 def _array(value: np.ndarray, dtype: np.dtype) -> jax.Array:
     return jnp.array(value.astype(dtype, copy=False))  # a copy: `value` may be a mapped file
+
+
+@jax.jit
+def _rows_to_int8(weight: jax.Array) -> Quantized:
+    return quantize(weight, jnp.int8)
 
 
 def _some(names: list[str], limit: int = 5) -> str:

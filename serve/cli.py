@@ -43,6 +43,12 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class Quantization(StrEnum):
+    """Number formats of quantised matrices."""
+
+    int8 = "int8"
+
+
 class KvDtype(StrEnum):
     """Number formats of KV alone; the last two have a scale for each token and head."""
 
@@ -89,6 +95,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.bfloat16,
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option(
+            help="int8: matrices as int8, with activations rounded to int8 token by token. Half "
+            "the memory of bfloat16 and faster; answers differ a little.",
+            show_default="none",
+        ),
+    ] = None,
     kv_dtype: Annotated[
         KvDtype | None,
         typer.Option(help="Number format of the KV cache.", show_default="as --dtype"),
@@ -147,8 +161,9 @@ def serve(
         from .engine import Engine
     _keep_compilations(jax)
     try:
-        with _step(console, f"loading {model or 'the embedded model'} as {dtype}") as progress:
-            loaded = models.load(model, dtype.value, progress)
+        as_what = dtype if quantization is None else quantization
+        with _step(console, f"loading {model or 'the embedded model'} as {as_what}") as progress:
+            loaded = models.load(model, dtype.value, progress, quantization)
     except (ValueError, OSError) as error:
         _fail(f"MODEL {model or 'embedded'!r} cannot be served: {error}")
     if served_model_name is not None:

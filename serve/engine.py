@@ -81,7 +81,7 @@ class Engine:
                  context_length: int | None = None, kv_tokens: int = 32768, page_size: int = 16,
                  max_num_seqs: int = 16, chunk: int = 512, policy: str = "worth"):
         config = model.config
-        weights_dtype = model.params["embed"]["weight"].dtype
+        weights_dtype = model.dtype
         _check(config.context_length, context_length, kv_tokens, page_size, max_num_seqs, chunk,
                policy)
         self.name, self.config, self.tokenizer = model.name, config, model.tokenizer
@@ -90,8 +90,8 @@ class Engine:
         self.seconds = Seconds()
         self._stored = fastest_dtype(weights_dtype if kv_dtype is None else kv_dtype)
 
-        # XLA's CPU products of one bfloat16 row fall off the fast path.
-        least = 1 if weights_dtype == jnp.float32 else 2
+        # XLA's CPU products of one row of bfloat16 or int8 fall off the fast path.
+        least = 1 if model.params["embed"]["weight"].dtype == jnp.float32 else 2
         self._most = max(max_num_seqs, least)  # tokens chosen in a step
         chunk = max(chunk, self._most)
         self._sizes = sorted({least, self._most, chunk,

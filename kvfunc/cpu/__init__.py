@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 def supports(stored: jax.Array | Quantized) -> bool:
     """Whether KV of this type can be read."""
-    return (stored.values if isinstance(stored, Quantized) else stored).dtype in TYPES
+    return stored.dtype in TYPES
 
 
 @functools.cache
