@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ LARGE_BLOCK, LARGE_BLOCK_OF_ONE_QUERY, SMALL_BLOCK = 512, 256, 64
 # For one query, up to so many KV heads are read as one (see _folded).
 FOLDED_HEADS = 8
 
-Implementation = Literal["auto", "xla", "cpu"]
+IMPLEMENTATIONS = ("auto", "xla", "cpu")
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +91,7 @@ def segment_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     partials: bool = False,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
 ) -> Float[Array, "queries heads head_dim"] | Partial:
     """Attention of packed queries to runs of slots (semantics, "keys never move, queries do").
 
@@ -121,8 +121,8 @@ def segment_attention(
       sinks in reverse mode, not in `turn`. Under vmap a batch is more rows of one call.
 
     Raises:
-      ValueError: if heads is not a multiple of kv_heads, or window or softcap is not positive; or
-        if differentiated where K or V is quantised.
+      ValueError: if heads is not a multiple of kv_heads, window or softcap is not positive, or the
+        implementation is unknown; or if differentiated where K or V is quantised.
       NotImplementedError: if the implementation that was asked for cannot be used here.
     """
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
@@ -147,8 +147,8 @@ class _Options:
 
 
 def _is_native(implementation: str, k, v) -> bool:
-    if implementation not in get_args(Implementation):
-        raise ValueError(f"implementation must be one of {', '.join(get_args(Implementation))}, "
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
                          f"got {implementation!r}")
     if implementation == "xla" or (
             implementation == "auto" and jax.default_backend() != "cpu"):

@@ -1,8 +1,9 @@
 """Segment attention in C for CPUs, compiled where it runs by the C compiler that is there.
 
 XLA's loops run on one core and its thin products below full speed; this goes over the same blocks
-on all cores of XLA's own thread pool, and on AMX for bfloat16 where the machine has it. Without a
-C compiler the XLA implementation stays in use, which says so once.
+on all cores of XLA's own thread pool, and on AMX for bfloat16 where the machine has it. The
+compiler is CC (by default cc) with CFLAGS; what it makes is kept in ~/.cache/kvfunc (or below
+XDG_CACHE_HOME). Without one the XLA implementation stays in use, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from kvfunc.rows import Rows
 SOURCE = pathlib.Path(__file__).with_name("attention.c")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fno-signed-zeros", "-fvisibility=hidden", "-shared", "-fPIC")
-TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16", "uint16", "int8", "uint8",
-                              "float8_e4m3fn")))
+TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8", "float8_e4m3fn")))
 _TARGET = "kvfunc_segment_attention"
 _log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def unavailable() -> str | None:
                                     platform="cpu")
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
-        _log.warning("segment attention runs on XLA, which is slower: the C compiler (CC=%s) "
-                     "failed: %s", *_compiler(), said)
+        _log.warning("segment attention runs on XLA, which is slower: the C compiler %r failed: "
+                     "%s; install one, or name it in CC", shlex.join(_compiler()), said)
         return f"it could not be compiled: {said}"
     return None
 
@@ -79,7 +79,8 @@ def _compiled() -> pathlib.Path:
     """The library for this machine, source, compiler and JAX, made if it is not there yet."""
     compiler, include = _compiler(), pathlib.Path(jax.ffi.include_dir())
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
-    inputs = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _processor().encode(),
+    flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
+    inputs = [SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor().encode(),
               (include / "xla/ffi/api/c_api.h").read_bytes()]
     name = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
     root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
@@ -88,7 +89,7 @@ def _compiled() -> pathlib.Path:
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as folder:
             built = pathlib.Path(folder) / made.name
-            subprocess.run([*compiler, *FLAGS, f"-I{include}", str(SOURCE), "-o", str(built),
+            subprocess.run([*compiler, *flags, f"-I{include}", str(SOURCE), "-o", str(built),
                             "-lm"], capture_output=True, check=True, text=True)
             built.replace(made)  # whole or not at all, whoever else is building it
     return made

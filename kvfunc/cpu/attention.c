@@ -85,7 +85,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* ---- what is stored ---- */
 
-typedef enum { FLOAT32, BFLOAT16, FLOAT16, INT8, FP8 } kind;
+typedef enum { FLOAT32, BFLOAT16, INT8, FP8 } kind;
 
 typedef struct {
   kind kind;
@@ -93,7 +93,7 @@ typedef struct {
   const float *scales; /* [slots, kv_heads] of INT8 and FP8 */
 } stored;
 
-static const int BYTES[] = {4, 2, 2, 1, 1};
+static const int BYTES[] = {4, 2, 1, 1};
 static float fp8_value[256];
 
 static void fill_fp8_table(void) {
@@ -103,13 +103,6 @@ static void fill_fp8_table(void) {
     if ((bits & 127) == 127) x = NAN;
     fp8_value[bits] = bits & 128 ? -x : x;
   }
-}
-
-static float half_value(uint16_t bits) {
-  int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  float x = exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
-  if (exponent == 31) x = fraction ? NAN : INFINITY;
-  return bits & 32768 ? -x : x;
 }
 
 /* The numbers of `count` slots of one KV head as float32 rows of `width` >= dim, zeros behind. */
@@ -126,9 +119,6 @@ static void read_block(const stored *s, int64_t slot, int count, int kv_heads, i
         for (int d = 0; d < dim; d++) to[d] = (uint32_t)from[d] << 16;
         break;
       }
-      case FLOAT16:
-        for (int d = 0; d < dim; d++) out[d] = half_value(((const uint16_t *)at)[d]);
-        break;
       case INT8:
         for (int d = 0; d < dim; d++) out[d] = ((const int8_t *)at)[d] * s->scales[vector];
         break;
@@ -204,23 +194,31 @@ typedef struct {
   uint16_t *q16, *p16, *k16, *v16; /* the same for AMX */
 } scratch;
 
+/* R(shift) of the pairs (x[i * step], x[i * step + apart]); inlined for both orders of pairs. */
+static inline __attribute__((always_inline)) void turn(const float *restrict x, int half, int step,
+                                                       int apart, const float *restrict cos,
+                                                       const float *restrict sin, float scale,
+                                                       float *restrict to) {
+  for (int i = 0; i < half; i++) {
+    float a = x[i * step], b = x[i * step + apart];
+    to[i * step] = (a * cos[i] - b * sin[i]) * scale;
+    to[i * step + apart] = (b * cos[i] + a * sin[i]) * scale;
+  }
+}
+
 static void turn_queries(const problem *p, const tile *t, int kv_head, int row, scratch *s) {
   const float *cos = p->cos + (int64_t)row * p->half, *sin = p->sin + (int64_t)row * p->half;
-  int apart = p->interleaved ? 1 : p->half, step = p->interleaved ? 2 : 1;
   for (int r = 0; r < s->n; r++) {
     int64_t query = t->first + r / p->group, head = kv_head * p->group + r % p->group;
     const float *from = p->q + (query * p->heads + head) * p->dim;
     float *to = s->q + (int64_t)r * s->width;
-    for (int i = 0; i < p->half; i++) {
-      float a = from[i * step], b = from[i * step + apart];
-      to[i * step] = (a * cos[i] - b * sin[i]) * p->scale;
-      to[i * step + apart] = (b * cos[i] + a * sin[i]) * p->scale;
-    }
+    if (p->interleaved)
+      turn(from, p->half, 2, 1, cos, sin, p->scale, to);
+    else
+      turn(from, p->half, 1, p->half, cos, sin, p->scale, to);
     for (int d = 2 * p->half; d < p->dim; d++) to[d] = from[d] * p->scale;
     if (p->k.kind == BFLOAT16)
       for (int d = 0; d < p->dim; d++) to[d] = rounded(to[d]);
-    if (p->k.kind == FLOAT16)
-      for (int d = 0; d < p->dim; d++) to[d] = (float)(_Float16)to[d];
   }
 }
 
@@ -773,7 +771,6 @@ static const void *attribute(const XLA_FFI_CallFrame *frame, const char *name) {
 static kind kind_of(XLA_FFI_DataType type) {
   switch (type) {
     case XLA_FFI_DataType_F32: return FLOAT32;
-    case XLA_FFI_DataType_F16: return FLOAT16;
     case XLA_FFI_DataType_S8: return INT8;
     case XLA_FFI_DataType_U8:
     case XLA_FFI_DataType_F8E4M3FN: return FP8;
