@@ -31,10 +31,12 @@ def is_quantized(dtype: DTypeLike) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """One layer's keys or values. A scale of 0 is a zero vector; NaN, one that was not finite."""
+    """Vectors and their scales: one layer's keys or values [slots, kv_heads, head_dim], or the rows
+    of a matrix. A scale of 0 is a zero vector; NaN, one that was not finite.
+    """
 
-    values: Shaped[Array, "*batch slots kv_heads head_dim"]  # int8, fp8, or its bits as uint8
-    scales: Float[Array, "*batch slots kv_heads"]  # float32
+    values: Shaped[Array, "*vectors dim"]  # int8, fp8, or its bits as uint8
+    scales: Float[Array, "*vectors"]  # float32
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
@@ -51,7 +53,7 @@ class Quantized:
         """The type of the values."""
         return self.values.dtype
 
-    def numbers(self) -> Float[Array, "*batch slots kv_heads head_dim"]:
+    def numbers(self) -> Float[Array, "*vectors dim"]:
         """The numbers that are stored, float32."""
         values = self.values
         if values.dtype == BITS_OF_FP8:

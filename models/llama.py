@@ -68,7 +68,7 @@ class Embedding(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self) -> Float[Array, "vocab width"]:
+    def __call__(self) -> Float[Array, "vocab width"] | Quantized:
         """The whole table."""
         shape = (self.config.vocab_size, self.config.width)
         return self.param("weight", nn.initializers.normal(1.0), shape, self.dtype)
