@@ -39,6 +39,7 @@ from kvfunc.serve.client import serve_command, started_server
 
 KV_TOKENS = 65536
 START_SECONDS = 900
+NOT_COMPUTED = ("cached_tokens", "repos_tokens", "drop_skipped_tokens", "approximate_tokens")
 HF_NAMES = {
     "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj",
     "v": "self_attn.v_proj", "o": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
@@ -108,7 +109,7 @@ async def ask(http: httpx.AsyncClient, system: System, messages: Sequence[Mappin
         raise RuntimeError(f"{system.name}: asked for {max_tokens} tokens, the stream ended with "
                            f"usage {usage}")
     details = usage.get("prompt_tokens_details")
-    cached = None if details is None else sum(count or 0 for count in details.values())
+    cached = None if details is None else sum(details.get(name) or 0 for name in NOT_COMPUTED)
     return Answer(usage["prompt_tokens"], cached, max_tokens, start, tuple(texts), end)
 
 

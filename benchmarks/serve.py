@@ -12,10 +12,10 @@ Systems take turns: each piece of work goes to all before the next, in an order 
 are resident; only one has anything to do.
 
 tok/s is generated tokens over the whole time, but for decode. Prompt tok/s is prompt tokens, cached
-ones too, over the whole time; for prompt and again, over the time to the first text. Limits of
-decoding: each step reads every weight once, in two bytes or in one, and each answer its live KV in
-bfloat16, at the bandwidth of summing a large array in this run. Host %: the part of the steps' time
-in which the device waits for the server; other servers do not tell.
+ones too, over the whole time; for prompt and again, over the median time to the first text. Limits
+of decoding: each step reads every weight once, in two bytes or in one, and each answer its live KV
+in bfloat16, at the bandwidth of summing a large array in this run. Host %: the part of the steps'
+time in which the device waits for the server; other servers do not tell.
 """
 
 import argparse
@@ -124,6 +124,8 @@ def parts(done: Work, answers: list[Answer], seconds: float,
     match done.kind:
         case "prompt":
             for name, some in (("prompt", answers[::2]), ("again", answers[1::2])):
+                rate = sum(answer.generated for answer in some) / sum(
+                    answer.end - answer.start for answer in some)
                 first = float(np.median([answer.first for answer in some]))
                 yield name, some, rate, PROMPT / first
         case "decode":
