@@ -222,8 +222,10 @@ def main() -> None:
             compare(ordered)
             for row in (row for part in zip(*ordered, strict=True) for row in part):
                 rows.append([row[column] for column in COLUMNS])
-                console.print(*(f"{value:.3g}" if isinstance(value, float) else value
-                                for value in rows[-1]))
+                console.print(f"{row['work']}, {row['in flight']} in flight, {row['system']}: "
+                              f"{row['tok/s']:.3g} tok/s ({row['/ first']:.2f}), prompt "
+                              f"{row['prompt tok/s']:.3g} tok/s ({row['prompt / first']:.2f}), "
+                              f"TTFT {row['TTFT p50 ms']:.0f} ms", soft_wrap=True)
     report("serve", "SmolLM2-135M-Instruct under load", COLUMNS, rows,
            bandwidth_gb_per_s=bandwidth / 1e9, ours=args.ours_args or [""])
 
