@@ -51,8 +51,8 @@ def test_int8_is_near_and_does_not_depend_on_chunks(loaded):
     wanted, got = (logits(model, [every], tokens) for model in loaded)
     loss = [-np.asarray(jax.nn.log_softmax(x[:-1]))[every[:-1], tokens[1:]] for x in (wanted, got)]
     assert loss[0].mean() < 5
-    assert abs(loss[1].mean() - loss[0].mean()) < 0.1
-    assert (wanted.argmax(-1) == got.argmax(-1)).mean() > 0.8
+    assert abs(loss[1].mean() - loss[0].mean()) < 0.25
+    assert (wanted.argmax(-1) == got.argmax(-1)).mean() > 0.7
     assert np.abs(got - wanted).max() > 1e-3  # it is another model
     cut = logits(int8, np.array_split(every, [7, 8, 30]), tokens)
     np.testing.assert_allclose(cut, got, rtol=0, atol=0.2)
