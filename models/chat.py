@@ -38,6 +38,10 @@ NOT_TRACED = (
     "refused"
 )
 
+# The tags that stand around a model's thinking.
+_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"),
+             ("<thinking>", "</thinking>"))
+
 # What a template raises, beside Jinja's own errors, on values of a form it did not expect.
 _FAILURES = (TypeError, AttributeError, LookupError, RecursionError)
 
@@ -68,6 +72,10 @@ class ChatTemplate:
       bos_token: text that the template may print as `bos_token`.
       eos_token: text that the template may print as `eos_token`.
 
+    Attributes:
+      thinking: the tags around a model's thinking: those that the template's source names, or
+        else `<think>` and `</think>`.
+
     Raises:
       ValueError: the template is not valid Jinja.
     """
@@ -86,6 +94,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
         self._bos = bos_token if "bos_token" in names else ""
+        self.thinking = next((tags for tags in _THINKING if tags[1] in source), _THINKING[0])
 
     @classmethod
     def from_gguf(
