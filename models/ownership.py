@@ -121,7 +121,7 @@ class Text(str):
         if sep is not None:
             return [*self._in_order(parts, len(sep))]
         at, found = 0, []
-        for part in parts:  # none begins with white space, and only that is between them
+        for part in parts:  # there is only white space between them
             at = self.index(part, at)
             found.append(self[at : at + len(part)])
             at += len(part)

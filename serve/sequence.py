@@ -48,8 +48,7 @@ class Sequence:
         seed = job.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self._edited = bool(job.history.events)
-        self._scanner = job.thinking and job.thinking.scanner(
-            job.tokens[job.thinking.start:].tolist())
+        self._scanner = job.thinking and job.thinking.scanner(job.tokens)
         self._clear()
 
     @property

@@ -12,6 +12,9 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable
 
+import numpy as np
+from jaxtyping import Int
+
 Piece = Callable[[int], bytes]  # the bytes of a token (`Tokenizer.piece`)
 
 
@@ -23,14 +26,10 @@ class Thinking:
     piece: Piece
     start: int  # raw index of the first token of the text that is searched: the generation header's
 
-    def scanner(self, tokens: Iterable[int]) -> Scanner:
-        """A scanner that has read the prompt's part of that text.
-
-        Args:
-          tokens: the prompt's ids from `start` on.
-        """
+    def scanner(self, prompt: Int[np.ndarray, " tokens"]) -> Scanner:
+        """A scanner that has read the prompt's part of that text."""
         scanner = Scanner(self.tags, self.piece, self.start)
-        scanner.push(tokens)
+        scanner.push(prompt[self.start:].tolist())
         return scanner
 
 

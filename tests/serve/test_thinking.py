@@ -3,12 +3,13 @@
 SmolLM2 never thinks; the tags here are words that it says.
 """
 
+import itertools
 import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfunc.history import HOLE, Drop, History, Repos
@@ -28,13 +29,15 @@ texts = st.lists(st.sampled_from(["<t>", "</t>", "<", "t>", "/", "é", "😀", "
     "".join)
 
 
-@given(texts, st.data())
-def test_spans_are_those_of_a_regular_expression_however_the_text_is_cut(text, data):
+@settings(deadline=None)
+@given(texts, st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
+def test_spans_are_those_of_a_regular_expression_however_the_text_is_cut(text, sizes):
     """Also in the middle of a character, and with tokens that have no text."""
     text = text.encode()
     pieces, at = [], 0
-    while at < len(text):
-        size = data.draw(st.integers(0, 6))
+    for size in itertools.cycle(sizes):
+        if at >= len(text):
+            break
         pieces.append(text[at:at + size])
         at += size
     ends = np.cumsum([0, *map(len, pieces)])
@@ -158,7 +161,7 @@ def test_from_the_closing_tag_on_the_answer_is_that_of_the_edited_history(
     start, stop = next((i, j) for i in range(at) for j in range(i, at + 1)
                        if text(engine, stream[i:j]) == dropped and j >= at - 1)
     seen = at - len(ask.prompt)
-    assert_same(edited.tokens[:seen + 1][:seen], plain.tokens[:seen])
+    assert_same(edited.tokens[:seen], plain.tokens[:seen])
     fresh = ask(stream[:at], Drop(at, ((start, stop),)), new=24 - seen, salt="c")
     run(engine)
     assert_same(edited.tokens[seen:], fresh.tokens)
@@ -167,19 +170,19 @@ def test_from_the_closing_tag_on_the_answer_is_that_of_the_edited_history(
 
 
 def test_every_later_span_is_dropped_too_and_an_open_one_is_not(engine, ask):
-    tags = (" France", ",")
+    tags = (" the", " of")
     edited = ask(ask.prompt, tags=tags, new=30)
     run(engine)
     stream = ask.prompt + edited.ids
     scanner = Scanner(tags, engine.tokenizer.piece, len(ask.prompt))
     found = scanner.push(edited.ids)
-    assert len(found) >= 2
+    assert len(found) == 2
     last = found[-1].at
     fresh = ask(stream[:last], *(Drop(span.at, ((span.start, span.stop),)) for span in found),
                 new=30 + len(ask.prompt) - last, salt="c")
     run(engine)
     assert_same(edited.tokens[last - len(ask.prompt):], fresh.tokens)
-    unclosed = ask(ask.prompt, tags=(" France", "never said"), salt="d")
+    unclosed = ask(ask.prompt, tags=(" the", "never said"), salt="d")
     plain = ask(ask.prompt, salt="e")
     run(engine)
     assert_same(unclosed.tokens, plain.tokens)
