@@ -198,6 +198,20 @@ def test_the_headers_part_of_a_span_is_not_the_answers(served):
         served.chat.thinking = before
 
 
+def test_a_span_that_the_generation_header_completes_is_dropped_before_the_answer(served):
+    served.chat.thinking, before = ("[assis", "nt]"), served.chat.thinking
+    try:
+        served.engine.say("ab[assistant]<|im_end|>")
+        header = len("PRE\n[user]hi\n"), len("PRE\n[user]hi\n[assistant]")
+        answer = served.ask(cache={"drop_thinking": True}).json()
+        (job,) = served.engine.submitted
+        assert job.history.events == (Drop(header[1], (header,)),)
+        assert answer["usage"]["completion_tokens_details"] == {
+            "dropped_tokens": len("[assistant]")}
+    finally:
+        served.chat.thinking = before
+
+
 def test_a_stop_string_within_thinking_leaves_it_open(served):
     served.engine.say(f"{THOUGHT}yes<|im_end|>")
     answer = served.ask(cache={"drop_thinking": True}, stop="hm").json()
