@@ -244,7 +244,7 @@ class _Api:
 
 def _parts(asked: ChatRequest, schedule: Schedule, layout: Layout) -> dict[Part, list[Range]]:
     """The tokens of every part of a message that is dropped; what was named must be printed."""
-    for place, message in enumerate(asked.reposition or ()):
+    for place, message in enumerate(schedule.reposition if asked.reposition else ()):
         if not layout.prints(message):
             raise invalid(f"reposition[{place}]", message, "the chat template prints nothing of "
                           "this message, so that it has no end; give another")
@@ -254,7 +254,7 @@ def _parts(asked: ChatRequest, schedule: Schedule, layout: Layout) -> dict[Part,
             if isinstance(item, Part):
                 ranges = layout.part(item)
                 if ranges is None and asked.names_parts:
-                    raise hidden(item, asked.name_of(trigger, place))
+                    raise hidden(item, asked.conversation, asked.name_of(trigger, place))
                 parts[item] = ranges or []
     return parts
 

@@ -119,8 +119,11 @@ def _index(value: Any, param: str) -> int:
     return value
 
 
-def hidden(part: Part, param: str) -> ApiError:
+def hidden(part: Part, messages: Messages, param: str) -> ApiError:
     """The 400 for a part that is in the history and not in the prompt."""
-    what = "no thinking" if part.chars is None else "this text not"
-    return ApiError(f"{param}: the chat template prints {what} of message {part.message}, so that "
-                    "there is nothing to drop: leave it out", param=param, code="invalid_value")
+    what = "thinking"
+    if part.chars is not None:
+        what = f"the text {shown(messages[part.message]['content'][slice(*part.chars)])}"
+    return ApiError(f"{param}: message {part.message} is printed without {what} by the chat "
+                    "template, so that there is nothing to drop; leave it out", param=param,
+                    code="invalid_value")

@@ -139,4 +139,3 @@ def _boundaries(owner: Owners, indices: Sequence[int]) -> list[int]:
         np.searchsorted(owner[owned], np.array(indices, np.int64), side="right")]
     return [end if end and owner[end - 1] == index else int(start)
             for index, end, start in zip(indices, _ends(owner, indices), following, strict=True)]
-

@@ -279,6 +279,8 @@ class ChatRequest(Request):
             return rolling_tool_outputs(cache.policy.keep, cache.policy.reposition_above_tokens)
         if not given and not akv_given:
             return None
+        if self._is_forced:
+            return Schedule()
         if not akv_given:
             drop = read_drop(cache.drop or {}, "cache.drop", messages, with_parts=True)
             moves, param = cache.reposition, "cache.reposition"
@@ -286,6 +288,12 @@ class ChatRequest(Request):
             drop = self._akv_drop(tags)
             moves, param = self.reposition, "reposition"
         return Schedule(drop, read_reposition(moves or [], param, len(messages)))
+
+    @property
+    def _is_forced(self) -> bool:
+        """Whether the full history that came along is left aside."""
+        return isinstance(self.drop_rule, akv.KeepTextDrop) and (
+            self.conversation is self._visible)
 
     @property
     def names_parts(self) -> bool:

@@ -143,6 +143,9 @@ def test_what_cannot_be_found_is_refused_or_forced(visible):
         kept(visible)
     assert raised.value.param == "drop_rule.full_messages"
     conversation, schedule = kept(visible, force=True)
+    body = {"messages": visible, "reposition": [5], "drop_rule": {
+        "type": "keep_text_drop", "full_messages": RUN, "force": True}}
+    assert ChatRequest.parse(body).edits() == Schedule()
     assert conversation == ChatRequest.parse({"messages": visible}).conversation
     assert schedule == Schedule()
 

@@ -102,12 +102,12 @@ def test_thinking_of_others_stays(served):
 
 @pytest.mark.parametrize("fields, param, said", [
     ({"cache": {"drop": {"3": [0, {"message": 1, "part": "thinking"}]}}}, 'cache.drop["3"][1]',
-     "the chat template prints no thinking of message 1"),
+     "message 1 is printed without thinking by the chat template"),
     ({"cache": {"drop": {"3": [{"message": 0, "text": "x"}]}}}, 'cache.drop["3"][0].text',
      "message 0 does not have this text"),
     ({"messages": [*RUN, {"role": "assistant", "content": "x", "reasoning_content": "so"}],
       "drop_rule": {"type": "thinking_drop"}}, "drop_rule",
-     "the chat template prints no thinking of message 4"),
+     "message 4 is printed without thinking by the chat template"),
 ])
 def test_what_is_not_there_is_refused_by_name(served, fields, param, said):
     refused = refusal(served, **fields)
@@ -123,7 +123,7 @@ def test_what_the_template_does_not_print_is_refused_by_name(served, monkeypatch
     refused = refusal(served, messages=messages, cache={"drop": {"1": [
         {"message": 0, "text": "x"}, {"message": 0, "text": " "}]}})
     assert refused["param"] == 'cache.drop["1"][1]'
-    assert "prints this text not of message 0" in refused["message"]
+    assert 'message 0 is printed without the text " " by the chat' in refused["message"]
     visible = [{"role": "user", "content": "x"}]
     assert events(served, messages=visible, drop_rule={
         "type": "keep_text_drop", "full_messages": messages[:1]}) == ()

@@ -182,17 +182,22 @@ def test_both_spellings_say_the_same(client):
     assert computed(other) == 1 and counters(other)[3] > 0
 
 
-def test_the_turn_after_dropped_thinking_computes_what_is_new(client, model, monkeypatch):
+@pytest.mark.parametrize("tags, said, in_header, in_answer", [
+    ((" capital", " Paris"), "The capital of France is Paris", 0, 5),
+    (("assistant\n", " is"), "The capital of France is", 3, 5),  # the header opens the span
+])
+def test_the_turn_after_dropped_thinking_computes_what_is_new(
+        client, model, monkeypatch, tags, said, in_header, in_answer):
     """The tags are words that SmolLM2 says."""
-    monkeypatch.setattr(model.chat, "thinking", (" capital", " Paris"))
+    monkeypatch.setattr(model.chat, "thinking", tags)
     messages = [{"role": "user", "content": "What is the capital of France? And of Italy?"}]
     cache = {"drop_thinking": True, "salt": str(uuid.uuid4())}
     asked = dict(model="SmolLM2-135M-Instruct", temperature=0, max_tokens=12)
     first = client.chat.completions.create(**asked, messages=messages, extra_body={"cache": cache})
     text = first.choices[0].message.content
-    assert text.startswith("The capital of France is Paris")
-    dropped = len(model.tokenizer.encode(" capital of France is Paris"))
-    assert first.usage.completion_tokens_details.dropped_tokens == dropped == 5
+    assert text.startswith(said)
+    assert first.usage.completion_tokens_details.dropped_tokens == in_answer
+    dropped = in_header + in_answer
 
     messages += [{"role": "assistant", "content": text},
                  {"role": "user", "content": "And of Spain?"}]
@@ -210,7 +215,7 @@ def test_the_turn_after_dropped_thinking_computes_what_is_new(client, model, mon
     # Whoever wants the thinking back finds what was computed before it went.
     kept = client.chat.completions.create(**asked, messages=messages, extra_body={
         "cache": {"salt": cache["salt"]}})
-    closed = first.usage.prompt_tokens + 1 + dropped
+    closed = first.usage.prompt_tokens + len(model.tokenizer.encode(said))
     assert computed(kept) == prompt - closed
 
 
