@@ -279,14 +279,12 @@ class ChatRequest(Request):
             return rolling_tool_outputs(cache.policy.keep, cache.policy.reposition_above_tokens)
         if not given and not akv_given:
             return None
-        if self._is_forced:
-            return Schedule()
         if not akv_given:
             drop = read_drop(cache.drop or {}, "cache.drop", messages, with_parts=True)
             moves, param = cache.reposition, "cache.reposition"
         else:
             drop = self._akv_drop(tags)
-            moves, param = self.reposition, "reposition"
+            moves, param = None if self._is_forced else self.reposition, "reposition"
         return Schedule(drop, read_reposition(moves or [], param, len(messages)))
 
     @property
