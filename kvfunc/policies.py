@@ -21,14 +21,22 @@ class Unit:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Less than a whole message: its header, its footer and the rest of it stay."""
+
+    message: int
+    chars: tuple[int, int] | None = None  # of its content, half-open; None: its thinking
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """Events by message index: what leaves the context, and where its gaps are closed.
 
     At one message its drops come first, then the repos.
     """
 
-    drop: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """Trigger -> messages that are dropped behind the trigger's last token."""
+    drop: Mapping[int, tuple[int | Part, ...]] = dataclasses.field(default_factory=dict)
+    """Trigger -> messages, or parts, that are dropped behind the trigger's last token."""
     reposition: tuple[int, ...] = ()
     """Messages behind whose last token the live tokens are renumbered; strictly increasing."""
 

@@ -9,8 +9,8 @@ import dataclasses
 import datetime
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import gguf
 import jinja2
@@ -38,25 +38,42 @@ NOT_TRACED = (
     "refused"
 )
 
+# The tags that stand around a model's thinking.
+_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"),
+             ("<thinking>", "</thinking>"))
+
 # What a template raises, beside Jinja's own errors, on values of a form it did not expect.
 _FAILURES = (TypeError, AttributeError, LookupError, RecursionError)
+
+
+class Printed(NamedTuple):
+    """Characters of a message's content, as they are printed."""
+
+    message: int
+    start: int  # of the prompt's text, half-open
+    stop: int
+    at: int  # where in the content the first of them stands
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rendered:
     """A prompt as text and as tokens, and who owns each token.
 
-    `owner` holds the index of a message, `len(messages)` for the generation header, or NOBODY. A
-    token that crosses a border belongs to the owner of its first character. `monotonic` is False
-    where owners do not increase along the text (the template moves a message): then a drop or a
-    repos after a message has no place in the text. `warnings` has one fixed sentence a finding.
+    `offsets` holds the half-open range of characters that each token stands for. `owner` holds the
+    index of a message, `len(messages)` for the generation header, or NOBODY. A token that crosses a
+    border belongs to the owner of its first character. `monotonic` is False where owners do not
+    increase along the text (the template moves a message): then a drop or a repos after a message
+    has no place in the text. `warnings` has one fixed sentence a finding. `printed` has the
+    contents as far as they are printed and not rewritten, in order of the text.
     """
 
     text: str
     tokens: Int[np.ndarray, " n"]
+    offsets: Int[np.ndarray, "n 2"]
     owner: Int[np.ndarray, " n"]
     warnings: tuple[str, ...] = ()
     monotonic: bool = True
+    printed: tuple[Printed, ...] = ()
 
 
 class ChatTemplate:
@@ -67,6 +84,10 @@ class ChatTemplate:
       tokenizer: of the same model.
       bos_token: text that the template may print as `bos_token`.
       eos_token: text that the template may print as `eos_token`.
+
+    Attributes:
+      thinking: the tags around a model's thinking: those that the template's source names, or
+        else `<think>` and `</think>`.
 
     Raises:
       ValueError: the template is not valid Jinja.
@@ -86,6 +107,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
         self._bos = bos_token if "bos_token" in names else ""
+        self.thinking = next((tags for tags in _THINKING if tags[1] in source), _THINKING[0])
 
     @classmethod
     def from_gguf(
@@ -167,6 +189,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template fails on these messages: {error}") from error
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         tokens = np.array(ids, np.int32)
+        offsets = np.array(offsets, np.int64).reshape(-1, 2)
 
         nobody = Tag(NOBODY)
         try:
@@ -180,13 +203,13 @@ class ChatTemplate:
             traced = None
         if traced != text:  # an ordinary request needs no owners, and is served all the same
             owner = np.full_like(tokens, NOBODY)
-            return Rendered(text, tokens, owner, (NOT_TRACED,), monotonic=False)
+            return Rendered(text, tokens, offsets, owner, (NOT_TRACED,), monotonic=False)
         char_owner = self._char_owners(traced, len(messages))
-        starts = np.array(offsets, np.int64).reshape(-1, 2)[:, 0]
-        owner = char_owner[np.minimum(starts, len(text) - 1)]
+        owner = char_owner[np.minimum(offsets[:, 0], len(text) - 1)]
         owned = owner[owner != NOBODY]
         return Rendered(
-            text, tokens, owner, _warnings(messages, traced), bool((np.diff(owned) >= 0).all())
+            text, tokens, offsets, owner, _warnings(messages, traced),
+            monotonic=bool((np.diff(owned) >= 0).all()), printed=tuple(_printed(traced)),
         )
 
     def _char_owners(self, text: str, header: int) -> Int[np.ndarray, " chars"]:
@@ -279,6 +302,14 @@ def _arguments(value: Any) -> Any:
     except (json.JSONDecodeError, RecursionError):
         return value
     return parsed if isinstance(parsed, dict) else value
+
+
+def _printed(text: str) -> Iterator[Printed]:
+    start = 0
+    for length, tag in runs_of(text):
+        if length and tag is not None and tag.field == "content" and tag.at is not None:
+            yield Printed(tag.owner, start, start + length, tag.at)
+        start += length
 
 
 def _warnings(messages: Sequence[Mapping[str, Any]], text: str) -> tuple[str, ...]:

@@ -42,6 +42,12 @@ class Tag(NamedTuple):
     # The template's words on one side only of a message's text: they close, or open, a frame that
     # something else opened, or closes, and are nobody's where the rest of that frame is.
     half_frame: bool = False
+    # Where in the field the first of these characters stands; None where that is not known.
+    at: int | None = None
+
+    def moved(self, by: int) -> Tag:
+        """The tag of the characters from the `by`th on."""
+        return self if self.at is None else self._replace(at=self.at + by)
 
 
 ANY = "*"
@@ -87,6 +93,45 @@ class Text(str):
         """As str.strip."""
         return self.lstrip(chars).rstrip(chars)
 
+    def removeprefix(self, prefix: str) -> Text:
+        """As str.removeprefix."""
+        return self[len(self) - len(super().removeprefix(prefix)) :]
+
+    def removesuffix(self, suffix: str) -> Text:
+        """As str.removesuffix."""
+        return self[: len(super().removesuffix(suffix))]
+
+    def partition(self, sep: str) -> tuple[Text, ...]:
+        """As str.partition."""
+        return self._in_order(super().partition(sep), 0)
+
+    def rpartition(self, sep: str) -> tuple[Text, ...]:
+        """As str.rpartition."""
+        return self._in_order(super().rpartition(sep), 0)
+
+    def split(self, sep: str | None = None, maxsplit: int = -1) -> list[Text]:
+        """As str.split."""
+        return self._split(super().split(sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list[Text]:
+        """As str.rsplit."""
+        return self._split(super().rsplit(sep, maxsplit), sep)
+
+    def _split(self, parts: list[str], sep: str | None) -> list[Text]:
+        if sep is not None:
+            return [*self._in_order(parts, len(sep))]
+        at, found = 0, []
+        for part in parts:  # there is only white space between them
+            at = self.index(part, at)
+            found.append(self[at : at + len(part)])
+            at += len(part)
+        return found
+
+    def _in_order(self, parts: Iterable[str], gap: int) -> tuple[Text, ...]:
+        """Parts that follow one another, each so many characters behind the last."""
+        ends = itertools.accumulate((len(part) + gap for part in parts), initial=0)
+        return tuple(self[start : stop - gap] for start, stop in itertools.pairwise(ends))
+
 
 def carried(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with its result tagged like its first argument, where that has one tag only."""
@@ -97,8 +142,7 @@ def carried(function: Callable[..., Any]) -> Callable[..., Any]:
     return carrying
 
 
-for _name in ("split", "rsplit", "splitlines", "partition", "rpartition", "replace", "lower",
-              "upper", "title", "capitalize", "removeprefix", "removesuffix"):
+for _name in ("splitlines", "replace", "lower", "upper", "title", "capitalize"):
     setattr(Text, _name, carried(getattr(str, _name)))
 
 
@@ -108,7 +152,9 @@ class Message(dict):
     def __init__(self, index: int, fields: Mapping[str, Any]):
         super().__init__()
         for name, value in fields.items():
-            self.update(tagged({name: value}, Tag(index, name)))
+            tag = Tag(index, name)
+            self[tagged(name, tag)] = tagged(
+                value, tag._replace(at=0) if isinstance(value, str) else tag)
         self._index = index
 
 
@@ -125,7 +171,7 @@ def tagged(value: Any, tag: Tag | None) -> Any:
 
 def tag_of(value: Any) -> Tag | None:
     """The tag that all strings in JSON-like data share; None if they do not."""
-    tags = set(_tags(value))
+    tags = {tag and tag._replace(at=None) for tag in _tags(value)}
     if len(tags) == 1:
         return tags.pop()
     owners = {tag and tag.owner for tag in tags}
@@ -157,7 +203,7 @@ def _cut(runs: Runs, start: int, stop: int) -> Runs:
     for length, tag in runs:
         low, high = max(start, at), min(stop, at + length)
         if low < high:
-            kept.append((high - low, tag))
+            kept.append((high - low, tag and tag.moved(low - at)))
         at += length
     return tuple(kept) or ((0, runs[0][1]),)
 

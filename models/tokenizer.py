@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,6 +41,14 @@ _CUTS = {
     "llama-bpe": (_WORDS % 3,),
 }
 _NORMALIZERS = {"qwen2": normalizers.NFC}
+
+# Byte-level vocabularies write each byte as a character: itself if that can be seen, or else one of
+# those from 256 on.
+_SEEN = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTE_OF = {**{chr(byte): byte for byte in _SEEN},
+            **{chr(256 + place): byte for place, byte in enumerate(_UNSEEN)}}
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # in the vocabularies of SentencePiece
 
 
 class TextStream:
@@ -189,9 +198,33 @@ class Tokenizer:
         """Text of some tokens; control tokens are left out unless `skip_special` is False."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token, whole characters or not; of a control token those of its text.
+
+        Empty for an id that the vocabulary does not name.
+        """
+        added = self._added_text.get(token_id)
+        if added is not None:
+            return added.encode()
+        token = self._backend.id_to_token(token_id) or ""
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[char] for char in token)
+        byte = _ONE_BYTE.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
+
     def stream(self) -> TextStream:
         """A decoder for tokens that come one by one."""
         return TextStream(self._backend)
+
+    @functools.cached_property
+    def _added_text(self) -> dict[int, str]:
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items()}
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self._backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:

@@ -30,6 +30,7 @@ class Step:
     finish_reason: str | None  # None until the choice is complete
     usage: Usage
     generated: int  # tokens of this choice so far
+    dropped: int | None = None  # of these, as thinking; None where that stays
 
 
 async def answer(engine: Engine, choices: Sequence[Choice]) -> AsyncIterator[Step]:
@@ -75,11 +76,17 @@ class _Growing:
         self._index, self._stop_ids = index, sampling.stop_ids
         self._text = TextStream(decoder, choice.stop, sampling.min_tokens)
         self._generated = 0
+        prompt, thinking = choice.job.tokens, choice.job.thinking
+        self._prompt = len(prompt)
+        self._scanner = thinking and thinking.scanner(prompt)
+        self._dropped = None if thinking is None else 0
 
     def step(self, item: Token | End) -> Step:
         text, reason = self._text, None
         if isinstance(item, Token):
             self._generated += 1
+            for span in self._scanner.push([item.id]) if self._scanner else ():
+                self._dropped += span.stop - max(span.start, self._prompt)
             # The engine ends the answer behind a token of stop_ids, which has no text.
             piece = Piece() if item.id in self._stop_ids else text.push(item)
         elif item.error is not None:
@@ -87,4 +94,4 @@ class _Growing:
         else:
             piece, reason = text.end(), item.reason
         return Step(self._index, piece, "stop" if text.stopped else reason, self.generation.usage,
-                    self._generated)
+                    self._generated, self._dropped)

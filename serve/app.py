@@ -20,18 +20,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvfunc.history import Event, History
+from kvfunc.history import Event, History, Range
 from kvfunc.models.chat import ChatTemplate, Rendered
-from kvfunc.policies import Schedule
+from kvfunc.policies import Part, Schedule
 
 from . import events as message_events
 from . import protocol
 from .answer import Choice, Step, answer
+from .drops import hidden
 from .engine import Engine
-from .errors import ApiError, read_json
+from .errors import ApiError, invalid, read_json
 from .interface import CapacityExceeded, ContextLengthExceeded, Job
 from .protocol import ChatRequest, CompletionRequest
 from .responses import ChatReply, CompletionReply, Reply
+from .spans import Layout
+from .thinking import Thinking
 from .turns import Turns
 
 RETRY_AFTER_SECONDS = "5"
@@ -141,25 +144,25 @@ class _Api:
             ChatRequest, list[Choice], list[str], dict[str, Any] | None]:
         asked = ChatRequest.parse(body)
         self._check(asked)
-        edits = asked.edits()
-        messages = body["messages"]
+        edits = asked.edits(self._chat.thinking)
+        messages = asked.conversation
         rendered = self._render(asked, body)
         setting = [asked.salt, body.get("tools"), body.get("chat_template_kwargs")]
         warnings = [*self._warnings, *rendered.warnings,
                     *([] if asked.explain else
                       self._turns.check(setting, messages, rendered.tokens))]
         schedule = Schedule()
-        if edits and not rendered.monotonic:
+        if (edits or asked.drops_thinking) and not rendered.monotonic:
             raise ApiError("this model's chat template moves messages, so that events have no "
-                           "place between them: leave out drop, reposition and policy",
-                           param="cache", code="unsupported_value")
+                           "place between them: leave out drop, reposition, policy and "
+                           "drop_thinking", param="cache", code="unsupported_value")
         if isinstance(edits, Schedule):
             schedule = edits
             warnings += message_events.broken_calls(schedule, messages)
         elif edits is not None:  # a policy, which breaks calls from their results knowingly
             schedule = edits(message_events.units(messages, rendered.owner))
-        events = message_events.events(schedule, len(messages), rendered.owner)
-        choices = self._choices(asked, rendered.tokens, events, "messages")
+        events, thinking = self._events(asked, schedule, rendered)
+        choices = self._choices(asked, rendered.tokens, events, "messages", thinking)
         plan = None
         if asked.explain:
             job = choices[0].job
@@ -168,9 +171,27 @@ class _Api:
                 described, job.history, messages, rendered.owner, warnings)}
         return asked, choices, warnings, plan
 
+    def _events(self, asked: ChatRequest, schedule: Schedule, rendered: Rendered) -> tuple[
+            list[Event], Thinking | None]:
+        """The prompt's events, and what the answer is to drop of itself."""
+        messages, tags = asked.conversation, self._chat.thinking
+        piece = self._engine.tokenizer.piece
+        layout = Layout(rendered, tags, piece)
+        parts = _parts(asked, schedule, layout)
+        thoughts: list[tuple[int, Range]] = []
+        thinking = None
+        if asked.drops_thinking:
+            header = len(messages)
+            speakers = [index for index in range(header) if messages[index]["role"] == "assistant"]
+            thoughts = [thought for owner in (*speakers, header)
+                        for thought in layout.thinking(owner)]
+            thinking = Thinking(tags, piece, layout.start(header))
+        return message_events.events(schedule, len(messages), rendered.owner, parts,
+                                     thoughts), thinking
+
     def _render(self, asked: ChatRequest, body: dict[str, Any]) -> Rendered:
         try:
-            return self._chat.render(body["messages"], tools=body.get("tools") or None,
+            return self._chat.render(asked.conversation, tools=body.get("tools") or None,
                                      **asked.chat_template_kwargs or {})
         except (ValueError, TypeError, RecursionError) as error:
             raise ApiError(f"{error}: change the messages, the tools or chat_template_kwargs",
@@ -193,7 +214,7 @@ class _Api:
         return np.array(prompt, np.int32)
 
     def _choices(self, asked: protocol.Request, tokens: np.ndarray, events: list[Event],
-                 param: str) -> list[Choice]:
+                 param: str, thinking: Thinking | None = None) -> list[Choice]:
         if not len(tokens):
             raise ApiError(f"{param} has no tokens: give some text", param=param,
                            code="invalid_value")
@@ -204,7 +225,8 @@ class _Api:
             raise ApiError(str(error), param=param, code="context_length_exceeded") from error
         room = self._engine.max_new_tokens(history)
         limit = min(asked.token_limit or room, room)
-        return [Choice(Job(tokens, history, asked.salt, limit, sampling), asked.stop_strings)
+        return [Choice(Job(tokens, history, asked.salt, limit, sampling, thinking),
+                       asked.stop_strings)
                 for sampling in asked.samplings(self._engine.tokenizer.stop_ids)]
 
     async def _respond(self, request: Request, asked: protocol.Request, choices: Sequence[Choice],
@@ -218,6 +240,23 @@ class _Api:
         first = await _while_connected(request, anext(steps))  # a failure is a plain HTTP error
         return _EventStream(steps, _stream(steps, first, len(choices), reply,
                                            asked.wants_usage_chunk, warnings))
+
+
+def _parts(asked: ChatRequest, schedule: Schedule, layout: Layout) -> dict[Part, list[Range]]:
+    """The tokens of every part of a message that is dropped; what was named must be printed."""
+    for place, message in enumerate(schedule.reposition if asked.reposition else ()):
+        if not layout.prints(message):
+            raise invalid(f"reposition[{place}]", message, "the chat template prints nothing of "
+                          "this message, so that it has no end; give another")
+    parts: dict[Part, list[Range]] = {}
+    for trigger, items in schedule.drop.items():
+        for place, item in enumerate(items):
+            if isinstance(item, Part):
+                ranges = layout.part(item)
+                if ranges is None and asked.names_parts:
+                    raise hidden(item, asked.conversation, asked.name_of(trigger, place))
+                parts[item] = ranges or []
+    return parts
 
 
 class _EventStream(StreamingResponse):

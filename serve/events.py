@@ -5,20 +5,18 @@ Nothing below this file knows messages. A message's events stand right behind it
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
-from kvfunc.history import Drop, Event, History, Repos
+from kvfunc.history import Drop, Event, History, Range, Repos
 from kvfunc.models.chat import NOBODY
-from kvfunc.policies import Schedule, Unit
+from kvfunc.policies import Part, Schedule, Unit
 
 from .interface import Plan
+from .spans import Owners, runs, spans
 
-Owners = Int[np.ndarray, " tokens"]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -30,18 +28,29 @@ def units(messages: Messages, owner: Owners) -> list[Unit]:
             for message, count, end in zip(messages, counts, ends, strict=False)]
 
 
-def events(schedule: Schedule, messages: int, owner: Owners) -> list[Event]:
+def events(schedule: Schedule, messages: int, owner: Owners,
+           parts: Mapping[Part, Iterable[Range]] | None = None,
+           thinking: Iterable[tuple[int, Range]] = ()) -> list[Event]:
     """The events of a schedule over a prompt whose owners increase.
 
     At one boundary the drops are one, and the repos comes last. Triggers past the last of the
     `messages` are ignored, messages without a token are nothing to drop.
+
+    Args:
+      schedule: what is dropped behind which message, and where gaps are closed.
+      messages: how many there are.
+      owner: of each token.
+      parts: the tokens of every part of a message that the schedule drops.
+      thinking: (boundary, tokens) of what is dropped besides.
     """
     triggers = sorted(trigger for trigger in schedule.drop if trigger < messages)
-    ranges: dict[int, list[tuple[int, int]]] = {}
-    spans = _spans(owner)
+    ranges: dict[int, list[Range]] = {}
+    tokens = {**spans(owner), **(parts or {})}
     for trigger, at in zip(triggers, _boundaries(owner, triggers), strict=True):
         ranges.setdefault(at, []).extend(
-            span for index in schedule.drop[trigger] for span in spans.get(index, ()))
+            span for item in schedule.drop[trigger] for span in tokens.get(item, ()))
+    for at, span in thinking:
+        ranges.setdefault(at, []).append(span)
     moves = set(_boundaries(owner, schedule.reposition))
     made: list[Event] = []
     for at in sorted(ranges.keys() | moves):
@@ -53,15 +62,22 @@ def events(schedule: Schedule, messages: int, owner: Owners) -> list[Event]:
 
 
 def broken_calls(schedule: Schedule, messages: Messages) -> list[str]:
-    """Warnings where a tool call is dropped and its result is not, or the reverse."""
-    dropped = {index for trigger, indices in schedule.drop.items() if trigger < len(messages)
-               for index in indices}
+    """Warnings where a tool call is dropped and its result is not, or the reverse.
+
+    A result without an id, or whose call has none, answers the latest call. A result whose whole
+    content is dropped is dropped; other parts of messages break nothing.
+    """
+    dropped = {item.message if isinstance(item, Part) else item
+               for trigger, items in schedule.drop.items() if trigger < len(messages)
+               for item in items if not isinstance(item, Part) or _is_result(item, messages)}
     calls: dict[str | None, int] = {}
+    unnamed: int | None = None
     broken: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for index, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
             calls[call.get("id")] = calls[None] = index
-        call = calls.get(message.get("tool_call_id"))
+            unnamed = unnamed if call.get("id") else index
+        call = calls.get(message.get("tool_call_id"), unnamed)
         if message["role"] == "tool" and call is not None and (call in dropped) != (
                 index in dropped):
             broken[call in dropped].append((call, index))
@@ -73,12 +89,17 @@ def broken_calls(schedule: Schedule, messages: Messages) -> list[str]:
             if broken[call_is_gone]]
 
 
+def _is_result(part: Part, messages: Messages) -> bool:
+    message = messages[part.message]
+    return message["role"] == "tool" and part.chars == (0, len(message["content"]))
+
+
 def describe(plan: Plan, history: History, messages: Messages, owner: Owners,
              warnings: Iterable[str]) -> dict[str, Any]:
     """The `cache.plan` object of api.md."""
     return {
         "object": "cache.plan",
-        "messages": [_describe_span(*span, messages) for span in _runs(owner)],
+        "messages": [_describe_span(*span, messages) for span in runs(owner)],
         "events": [{"kind": "drop", "at": event.at, "ranges": [list(r) for r in event.ranges]}
                    if isinstance(event, Drop) else {"kind": "repos", "at": event.at}
                    for event in history.events],
@@ -118,17 +139,3 @@ def _boundaries(owner: Owners, indices: Sequence[int]) -> list[int]:
         np.searchsorted(owner[owned], np.array(indices, np.int64), side="right")]
     return [end if end and owner[end - 1] == index else int(start)
             for index, end, start in zip(indices, _ends(owner, indices), following, strict=True)]
-
-
-def _spans(owner: Owners) -> dict[int, list[tuple[int, int]]]:
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for index, start, stop in _runs(owner):
-        spans.setdefault(index, []).append((start, stop))
-    return spans
-
-
-def _runs(owner: Owners) -> list[tuple[int, int, int]]:
-    """(owner, start, stop) of every stretch of one owner."""
-    edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)]
-    return [(int(owner[start]), start, stop)
-            for start, stop in itertools.pairwise(edges) if start < stop]

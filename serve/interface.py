@@ -11,6 +11,8 @@ from jaxtyping import Int, Integer
 
 from kvfunc.history import History, Run
 
+from .thinking import Thinking
+
 MAX_LOGPROBS = 20  # alternatives that can be reported, as in OpenAI's API
 MAX_STOP_IDS = 64  # token ids that can end one answer
 
@@ -50,6 +52,7 @@ class Job:
     salt: str  # namespace of the cache; other salts never share KV
     max_tokens: int
     sampling: Sampling
+    thinking: Thinking | None = None  # what the answer drops of itself; None: nothing
 
 
 @dataclasses.dataclass(frozen=True)

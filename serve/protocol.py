@@ -6,16 +6,20 @@ Every fault raises `ApiError`, which names the parameter, its value and the reme
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Collection, Iterable, Sequence
+import functools
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
+from kvfunc.models.chat import normalised
 from kvfunc.policies import Policy, Schedule, rolling_tool_outputs
 
+from . import akv
+from .drops import CANONICAL, Dropped, read_drop, read_reposition
 from .errors import ApiError, first_fault, invalid, shown, unsupported
 from .interface import MAX_LOGPROBS, Sampling
+from .messages import Closed, Message, Strict
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -24,67 +28,26 @@ MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 
-class _Strict(BaseModel):
-    """Keys it does not know are ignored, as by other servers; types are not bent."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class Part(_Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Function(_Strict):
-    """A call of a tool."""
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(_Strict):
-    """One entry of an assistant message's `tool_calls`."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: Function
-
-
-class Message(_Strict):
-    """One message; the template gets it as it was sent."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-
-class ToolFunction(_Strict):
+class ToolFunction(Strict):
     """What a tool does, in JSON schema; the template gets it as it was sent."""
 
     name: str
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """One entry of `tools`."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """OpenAI's `stream_options`."""
 
     include_usage: bool | None = None
 
 
-class PolicyChoice(_Closed):
+class PolicyChoice(Closed):
     """The `cache.policy` object."""
 
     type: Literal["rolling_tool_outputs"]
@@ -92,7 +55,7 @@ class PolicyChoice(_Closed):
     reposition_above_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
-class Cache(_Closed):
+class Cache(Closed):
     """The `cache` object (api.md)."""
 
     drop: dict[str, Any] | None = None
@@ -110,7 +73,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Request(_Strict):
+class Request(Strict):
     """What both kinds of completion share."""
 
     model: str | None = None
@@ -134,17 +97,18 @@ class Request(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache: Cache | None = None
+    _body: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Request:
         """Check a request's JSON object."""
         _check_neutral(body)
-        _check_unbuilt_cache(body.get("cache"))
         _check_bias_keys(body.get("logit_bias"))
         try:
             request = cls.model_validate(body)
         except ValidationError as error:
             raise first_fault(error, body) from None
+        request._body = body
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options", body["stream_options"],
                           'it goes with "stream": true; set that or leave it out')
@@ -225,7 +189,6 @@ class Request(_Strict):
 AKV_FIELDS = ("drop_message", "drop_rule", "reposition")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
            "repetition_penalty")
-CANONICAL = re.compile("0|[1-9][0-9]{0,18}")
 
 
 class ChatRequest(Request):
@@ -238,15 +201,19 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     drop_message: dict[str, Any] | None = None
-    drop_rule: dict[str, Any] | None = None
+    drop_rule: akv.DropRule | None = None
     reposition: list[Any] | None = None
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> ChatRequest:
         """Check a request's JSON object."""
+        akv.check_rule(body.get("drop_rule"))
         request = super().parse(body)
         for index, message in enumerate(body["messages"]):
             _check_message(message, f"messages[{index}]")
+        if isinstance(request.drop_rule, akv.KeepTextDrop):
+            for index, message in enumerate(body["drop_rule"]["full_messages"]):
+                _check_message(message, f"drop_rule.full_messages[{index}]")
         if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", request.top_logprobs,
                           'it goes with "logprobs": true; set that or leave it out')
@@ -266,15 +233,43 @@ class ChatRequest(Request):
         """How many alternatives to report, None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def edits(self) -> Schedule | Policy | None:
-        """The events asked for, in whichever spelling: written out, or left to a policy."""
-        cache = self.cache or Cache()
+    @property
+    def drops_thinking(self) -> bool:
+        """Whether assistants' thinking goes as soon as it is complete."""
+        return bool(self.cache and self.cache.drop_thinking)
+
+    @functools.cached_property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The history that is rendered and that events are about, in the form of templates."""
+        if not isinstance(self.drop_rule, akv.KeepTextDrop):
+            return self._visible
+        full = normalised(self._body["drop_rule"]["full_messages"])
+        if akv.aligned(self._visible, full) is not None:
+            return full
+        if self.drop_rule.force:
+            return self._visible
+        raise ApiError("messages cannot be found in drop_rule.full_messages: each must have the "
+                       "role, calls and ids of one of those, in order, and a piece of its content; "
+                       'correct them, or set "force": true to go on without the full history',
+                       param="drop_rule.full_messages", code="invalid_value")
+
+    @functools.cached_property
+    def _visible(self) -> list[dict[str, Any]]:
+        return normalised(self._body["messages"])
+
+    def edits(self, tags: tuple[str, str] = ("<think>", "</think>")) -> Schedule | Policy | None:
+        """The events asked for, in whichever spelling: written out, or left to a policy.
+
+        Args:
+          tags: those around the model's thinking.
+        """
+        cache, messages = self.cache or Cache(), self.conversation
         given = {f"cache.{name}": value for name in ("drop", "reposition", "policy")
                  if (value := getattr(cache, name)) is not None}
-        akv = {name: value for name in AKV_FIELDS if (value := getattr(self, name)) is not None}
-        if given and akv:
-            raise ApiError(f"{', '.join(given)} and {', '.join(akv)} are two spellings of events "
-                           "in one request: use one of them", param=next(iter(akv)),
+        akv_given = [name for name in AKV_FIELDS if getattr(self, name) is not None]
+        if given and akv_given:
+            raise ApiError(f"{', '.join(given)} and {', '.join(akv_given)} are two spellings of "
+                           "events in one request: use one of them", param=akv_given[0],
                            code="invalid_value")
         if cache.policy is not None:
             if len(given) > 1:
@@ -282,34 +277,38 @@ class ChatRequest(Request):
                                "cache.reposition, or the policy", param="cache.policy",
                                code="invalid_value")
             return rolling_tool_outputs(cache.policy.keep, cache.policy.reposition_above_tokens)
-        if not given and not akv:
+        if not given and not akv_given:
             return None
-        prefix = "" if akv else "cache."
-        drop_param, drop = self._akv_drop() if akv else ("cache.drop", cache.drop)
-        reposition = self.reposition if akv else cache.reposition
-        return Schedule(_read_drop(drop or {}, drop_param),
-                        _read_reposition(reposition or [], f"{prefix}reposition",
-                                         len(self.messages)))
+        if not akv_given:
+            drop = read_drop(cache.drop or {}, "cache.drop", messages, with_parts=True)
+            moves, param = cache.reposition, "cache.reposition"
+        else:
+            drop = self._akv_drop(tags)
+            moves, param = None if self._is_forced else self.reposition, "reposition"
+        return Schedule(drop, read_reposition(moves or [], param, len(messages)))
 
-    def _akv_drop(self) -> tuple[str, Any]:
+    @property
+    def _is_forced(self) -> bool:
+        """Whether the full history that came along is left aside."""
+        return isinstance(self.drop_rule, akv.KeepTextDrop) and (
+            self.conversation is self._visible)
+
+    @property
+    def names_parts(self) -> bool:
+        """Whether parts of messages are dropped by name, not as what is left beside others."""
+        return not isinstance(self.drop_rule, akv.KeepTextDrop)
+
+    def name_of(self, trigger: int, place: int) -> str:
+        """What errors call the so manyeth thing that a trigger drops."""
+        return "drop_rule" if self.drop_rule else f'cache.drop["{trigger}"][{place}]'
+
+    def _akv_drop(self, tags: tuple[str, str]) -> Dropped:
         if self.drop_rule is None:
-            return "drop_message", self.drop_message
+            return read_drop(self.drop_message or {}, "drop_message", self.conversation)
         if self.drop_message is not None:
             raise ApiError("drop_message and drop_rule are two spellings of one thing: use one",
                            param="drop_rule", code="invalid_value")
-        kind = self.drop_rule.get("type")
-        if kind in ("text_drop", "keep_text_drop", "thinking_drop"):
-            raise unsupported("drop_rule.type", kind, "use message_drop")
-        if kind != "message_drop":
-            raise invalid("drop_rule.type", kind, "use message_drop")
-        for name in self.drop_rule.keys() - {"type", "drop_messages"}:
-            raise invalid(f"drop_rule.{name}", self.drop_rule[name],
-                          "message_drop takes drop_messages only; leave it out",
-                          "unknown_parameter")
-        drop = self.drop_rule.get("drop_messages")
-        if not isinstance(drop, dict):
-            raise invalid("drop_rule.drop_messages", drop, 'give an object such as {"3": [1, 2]}')
-        return "drop_rule.drop_messages", drop
+        return akv.read_rule(self.drop_rule, self.conversation, self._visible, tags)
 
 
 Prompt = (str | Annotated[list[str], Field(min_length=1)]
@@ -377,11 +376,6 @@ def _check_neutral(body: dict[str, Any]) -> None:
                                            "it out")
 
 
-def _check_unbuilt_cache(cache: Any) -> None:
-    if isinstance(cache, dict) and cache.get("drop_thinking"):
-        raise unsupported("cache.drop_thinking", cache["drop_thinking"], "leave it out")
-
-
 def _check_bias_keys(logit_bias: Any) -> None:
     for key, value in logit_bias.items() if isinstance(logit_bias, dict) else ():
         if not CANONICAL.fullmatch(key):
@@ -397,48 +391,3 @@ def _check_message(message: dict[str, Any], param: str) -> None:
         for index, part in enumerate(message["content"]):
             if part.get("cache") is not None:
                 raise unsupported(f"{param}.content[{index}].cache", part["cache"], "leave it out")
-
-
-def _read_drop(drop: dict[str, Any], param: str) -> dict[int, tuple[int, ...]]:
-    read = {}
-    for key, ids in drop.items():
-        at = f"{param}[{shown(key)}]"
-        trigger = _index(key, at)
-        if not isinstance(ids, list):
-            raise invalid(at, ids, "give a list of message indices")
-        read[trigger] = tuple(_dropped(value, trigger, f"{at}[{place}]")
-                              for place, value in enumerate(ids))
-    return read
-
-
-def _dropped(value: Any, trigger: int, param: str) -> int:
-    if isinstance(value, dict):
-        raise unsupported(param, value, "give the index of a whole message, not a part of one")
-    index = _index(value, param)
-    if index > trigger:
-        raise invalid(param, value, f"message {trigger} cannot drop a later message; give an index "
-                                    f"up to {trigger}, or use a later trigger")
-    return index
-
-
-def _index(value: Any, param: str) -> int:
-    """A message index: an integer, an integral float or a canonical decimal string."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, str) and CANONICAL.fullmatch(value):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise invalid(param, value, "give a message index: an integer from 0 without leading zeros")
-    return value
-
-
-def _read_reposition(reposition: Iterable[Any], param: str, messages: int) -> tuple[int, ...]:
-    before = -1
-    for place, value in enumerate(reposition):
-        at = f"{param}[{place}]"
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < messages:
-            raise invalid(at, value, f"give the index of a message, 0 to {messages - 1}")
-        if value <= before:
-            raise invalid(at, value, f"indices must increase strictly, and {before} stands before")
-        before = value
-    return tuple(reposition)

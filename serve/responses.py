@@ -76,6 +76,7 @@ class Reply:
         prompts = [step.usage for step in done if step.choice % self._choices == 0]
         prompt = sum(usage.prompt_tokens for usage in prompts)
         generated = sum(step.generated for step in done)
+        dropped = [step.dropped for step in done if step.dropped is not None]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -86,6 +87,7 @@ class Reply:
                 "drop_skipped_tokens": sum(usage.drop_skipped_tokens for usage in prompts),
                 "approximate_tokens": sum(usage.approximate_tokens for usage in prompts),
             },
+            **({"completion_tokens_details": {"dropped_tokens": sum(dropped)}} if dropped else {}),
         }
 
     def _opening(self) -> list[Json]:

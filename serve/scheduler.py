@@ -113,10 +113,10 @@ class Scheduler:
         self.counters.steps += 1
         for part in work:
             sequence = part.sequence
-            decoded = sequence.decodes
+            goes_on = sequence.decodes and not sequence.drops_behind(int(part.queries[-1]))
             self.counters.computed += len(part.queries)
             sequence.advance(part.queries)
-            if not decoded:
+            if not goes_on:
                 self._keep(sequence)
                 self.pages.release(sequence.let_go())
 

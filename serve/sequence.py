@@ -7,10 +7,11 @@ import secrets
 import numpy as np
 from jaxtyping import Int, Integer
 
-from kvfunc.history import HOLE, NEVER, History
+from kvfunc.history import HOLE, NEVER, Drop, History
 from kvfunc.rows import Rows
 
 from .interface import Deliver, Job, Usage
+from .thinking import Span
 
 Indices = Integer[np.ndarray, " n"]
 Slots = Int[np.ndarray, " n"]
@@ -25,6 +26,7 @@ class Sequence:
       number: of its arrival.
       passed: how many later requests have been admitted before it.
       tokens: int32 ids of the prompt and of the answer, as far as it goes: `length` of them.
+      history: of all `tokens`; an answer that drops its thinking adds to the events.
       slots: int32, where the KV of a token stands that this request holds, HOLE for others.
       spare: slots that it holds and has no token for yet.
       queries: raw indices that must be computed before the next token can be chosen.
@@ -46,6 +48,7 @@ class Sequence:
         seed = job.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self._edited = bool(job.history.events)
+        self._scanner = job.thinking and job.thinking.scanner(job.tokens)
         self._clear()
 
     @property
@@ -133,11 +136,12 @@ class Sequence:
         if not self.decodes:
             rows = self.history.rows(queries, self.slots)
             return np.stack([getattr(rows, name) for name in Rows.COLUMNS])
-        if self._table is None:
+        query = int(queries[0])
+        if self._table is None or self.history.events_between(query, query + 1):
             rows = self.history.rows(queries, self.slots)
             self._table = np.stack([getattr(rows, name) for name in Rows.COLUMNS])
         else:
-            self._extend_table(int(queries[0]))
+            self._extend_table(query)
         return self._table
 
     def _extend_table(self, query: int) -> None:
@@ -158,6 +162,10 @@ class Sequence:
         """These queries, the next ones, were computed."""
         self.queries = self.queries[len(queries):]
 
+    def drops_behind(self, query: int) -> bool:
+        """Whether some KV was read for the last time by this query."""
+        return bool(self.history.events_between(query + 1, query + 2))
+
     def let_go(self) -> Slots:
         """The slots of tokens that nothing will read any more; they are held no longer."""
         if not self._edited:
@@ -172,6 +180,17 @@ class Sequence:
         self.tokens[self.length] = token
         self.queries = np.array([self.length])
         self.length += 1
+        for span in self._scanner.push([token]) if self._scanner else ():
+            self._drop(span)
+
+    def _drop(self, span: Span) -> None:
+        """The newest token completes a span of thinking: from the next one on nobody sees it."""
+        if span.start == span.stop:
+            return
+        event = Drop(span.at, ((span.start, span.stop),))
+        history = History(self.length, [*self.history.events, event])
+        self.history = history.extend(len(self.tokens) - self.length)
+        self._edited = True
 
 
 def most_slots(history: History, held: Integer[np.ndarray, " held"],

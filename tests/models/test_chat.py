@@ -362,6 +362,44 @@ def test_a_template_that_prints_nothing():
     assert (rendered.text, rendered.tokens.size, rendered.owner.size) == ("", 0, 0)
 
 
+# --- where contents are printed
+
+
+def contents_of(rendered, messages):
+    """(message, what is printed), which must be what stands there in the content."""
+    for run in rendered.printed:
+        here = rendered.text[run.start:run.stop]
+        assert here and here == messages[run.message]["content"][run.at:][:len(here)]
+    return [(run.message, rendered.text[run.start:run.stop]) for run in rendered.printed]
+
+
+def test_contents_are_known_by_their_places(sources):
+    messages = [SYSTEM, {"role": "user", "content": " Hi, hi \n"}, {
+        **ANSWER, "content": "<think>\n1+2\n</think>\n\n1+2 is 3."}, USER]
+    for name, printed in [
+            ("smollm2", [(i, m["content"]) for i, m in enumerate(messages)]),
+            ("qwen3", [(0, SYSTEM["content"]), (1, " Hi, hi \n"), (2, "1+2 is 3."), (3, "Hi")]),
+            ("llama3.1", [(0, SYSTEM["content"]), (1, "Hi, hi"), (2, messages[2]["content"]),
+                          (3, "Hi")])]:
+        assert contents_of(chars(sources[name]).render(messages), messages) == printed
+    rendered = chars(sources["qwen3"]).render(messages[:3])
+    assert contents_of(rendered, messages)[2:] == [(2, "1+2"), (2, "1+2 is 3.")]
+
+
+def test_tokens_know_their_characters(smollm):
+    rendered = smollm.render([USER])
+    assert "".join(rendered.text[a:b] for a, b in rendered.offsets.tolist()) == rendered.text
+    assert rendered.offsets.shape == (len(rendered.tokens), 2)
+
+
+def test_the_tags_of_thinking_are_the_templates(sources):
+    assert chars(sources["smollm2"]).thinking == ("<think>", "</think>")
+    assert chars(sources["qwen3"]).thinking == ("<think>", "</think>")
+    magistral = "{{ messages[0].content }}[THINK]{{ messages[0].content }}[/THINK]"
+    assert chars(magistral).thinking == ("[THINK]", "[/THINK]")
+    assert chars("{{ '</seed:think>' }}").thinking == ("<seed:think>", "</seed:think>")
+
+
 # --- tracing never changes the text
 
 

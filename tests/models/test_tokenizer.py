@@ -127,6 +127,28 @@ def test_stream_of_any_tokens_says_what_decode_says(smollm, ids):
     assert "".join([stream.push(i) for i in ids]) + stream.flush() == smollm.decode(ids)
 
 
+@settings(deadline=None)
+@given(st.text(WRITABLE, max_size=20))
+def test_pieces_are_the_bytes_of_the_text(smollm, text):
+    text = f"<|im_start|>{text}<|im_end|>"
+    assert b"".join(map(smollm.piece, smollm.encode(text))) == text.encode()
+
+
+def test_every_token_has_a_piece(smollm):
+    alone = [smollm.piece(token) for token in range(smollm.vocab_size)]
+    assert all(alone) and {bytes([byte]) for byte in b"a \n\x80\xf0"} <= {*alone}
+    assert smollm.piece(smollm.vocab_size) == b""
+
+
+def test_pieces_of_a_sentencepiece_vocabulary():
+    vocabulary = {"<unk>": 0, "▁so": 1, "<0xE2>": 2, "<0x0A>": 3, "é": 4, "</s>": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    assert [Tokenizer(backend).piece(token) for token in range(1, 6)] == [
+        b" so", b"\xe2", b"\n", "é".encode(), b"</s>"]
+
+
 @pytest.mark.parametrize(("pre", "expected"), [
     ("smollm", ["1", "2", "3", "4", "5", "!="]),
     ("qwen2", ["1", "2", "3", "4", "5", "!="]),

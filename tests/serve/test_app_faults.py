@@ -118,10 +118,10 @@ def test_a_template_that_moves_messages_serves_only_ordinary_requests(served, mo
     monkeypatch.setattr(served.chat, "render", lambda *a, **k: dataclasses.replace(
         render(*a, **k), monotonic=False))
     for cache in ({"drop": {"0": [0]}}, {"reposition": [0]},
-                  {"policy": {"type": "rolling_tool_outputs"}}):
+                  {"policy": {"type": "rolling_tool_outputs"}}, {"drop_thinking": True}):
         refused = error(served.ask(cache=cache))
         assert (refused["param"], refused["code"]) == ("cache", "unsupported_value")
-        assert "leave out drop, reposition and policy" in refused["message"]
+        assert "leave out drop, reposition, policy and drop_thinking" in refused["message"]
     assert served.ask(cache={"drop": {}, "salt": "t"}).status_code == 200
 
 

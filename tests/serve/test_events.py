@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfunc.history import Drop, History, Repos
@@ -95,6 +95,7 @@ def test_a_policy_closes_gaps_where_the_history_says_so():
         Drop(34, ((12, 22),)), Repos(34), Drop(46, ((24, 34),)), Repos(46))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.integers(0, 5),
                           st.integers(0, 2)), min_size=1, max_size=20),
        st.integers(1, 3), st.none() | st.integers(0, 40))

@@ -86,3 +86,65 @@ def test_openais_client_reads_errors(served, client):
     served.engine.say("ab", RuntimeError("boom"))
     with pytest.raises(openai.APIError, match="the server failed"), ask(stream=True) as stream:
         list(stream)
+
+
+TOOL = {"type": "function", "function": {
+    "name": "height", "description": "of a mountain", "parameters": {
+        "type": "object", "properties": {"of": {"type": "string"}}}}}
+TOOL_TALK = [
+    {"role": "user", "content": "How high is K2?"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": name, "type": "function", "function": {
+            "name": "height", "arguments": f'{{"of": "{name}"}}'}} for name in "ab"]},
+    {"role": "tool", "tool_call_id": "a", "content": "8611 m"},
+    {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "unknown"}]},
+    {"role": "developer", "content": "Answer in feet."}]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", openai.omit])
+def test_openais_client_sends_tools_calls_and_results(served, client, choice):
+    asked = dict(model="fake", messages=TOOL_TALK, tools=[TOOL], tool_choice=choice,
+                 parallel_tool_calls=True)
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].message.content == "hello"
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "hello"
+    prompt = served.engine.tokenizer.decode(served.engine.submitted[0].tokens.tolist())
+    assert "[tool]8611 m\n[tool]unknown\n[developer]Answer in feet.\n" in prompt
+
+
+def test_openais_client_reads_warnings_and_dropped_tokens(served, client):
+    served.engine.say("<think>hm</think>ok<|im_end|>")
+    asked = dict(model="fake", messages=TOOL_TALK, tools=[TOOL], extra_body={
+        "cache": {"drop": {"3": [2]}, "drop_thinking": True}})
+    answer = client.chat.completions.create(**asked)
+    torn = ("tool results are dropped, but their calls are not: "
+            "the call in message 1 and its result in message 2")
+    assert torn in answer.warnings
+    assert answer.usage.completion_tokens_details.dropped_tokens == len("<think>hm</think>")
+    assert answer.usage.prompt_tokens_details.drop_skipped_tokens == len("[tool]8611 m\n")
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        *_, last = stream
+    assert last.warnings == answer.warnings and last.usage == answer.usage
+
+
+@pytest.mark.parametrize("fields, param, code", [
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"extra_body": {"cache": {"drop": {"0": [{"message": 0, "text": "x"}]}}}},
+     'cache.drop["0"][0].text', "invalid_value"),
+    ({"extra_body": {"cache": {"forget": 1}}}, "cache.forget", "unknown_parameter"),
+    ({"extra_body": {"drop_rule": {"type": "thinking_drop"}}}, "drop_rule.type", "invalid_value"),
+    ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages",
+     "context_length_exceeded"),
+])
+@pytest.mark.parametrize("stream", [True, False])
+def test_openais_client_raises_what_is_wrong(served, client, fields, param, code, stream):
+    asked = {"messages": TOOL_TALK, "tools": [TOOL], **fields}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="fake", stream=stream, **asked)
+    assert (raised.value.param, raised.value.code) == (param, code)
+    assert raised.value.type == "invalid_request_error"

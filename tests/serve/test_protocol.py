@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvfunc.policies import Schedule
+from kvfunc.policies import Part, Schedule
 from kvfunc.serve.errors import ApiError, read_json
 from kvfunc.serve.interface import Sampling
 from kvfunc.serve.protocol import ChatRequest, CompletionRequest
@@ -237,6 +237,33 @@ def test_real_agent_runs_are_accepted(agent_runs):
 # The cache object
 
 
+def test_a_drop_of_a_part_is_its_characters_counted_with_overlaps():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "xaa"},
+                                             {"type": "text", "text": "aab"}]}]
+
+    def part(**fields):
+        drop = {"0": [{"message": 0, **fields}]}
+        return edits(messages=messages, cache={"drop": drop}).drop[0]
+
+    assert part(text="aa") == (Part(0, (1, 3)),)
+    assert part(text="aa", occurrence=3) == (Part(0, (3, 5)),)
+    assert part(text="xaaaab") == (Part(0, (0, 6)),)
+    assert part(part="thinking") == (Part(0, None),)
+
+
+def test_parts_of_a_trigger_in_the_future_are_ignored():
+    drop = {"9": [{"message": 1, "text": "not yet"}, {"message": 8, "part": "thinking"}, 2]}
+    assert edits(cache={"drop": drop}) == Schedule({9: (2,)})
+
+
+def test_counting_occurrences_takes_no_more_than_a_moment():
+    messages = [{"role": "user", "content": "a" * 100_000}]
+    drop = {"0": [{"message": 0, "text": "a" * 50_000, "occurrence": 50_000}]}
+    refused = fault(edits, messages=messages, cache={"drop": drop})
+    assert refused.param == 'cache.drop["0"][0].text'
+    assert "takes too long to find" in str(refused)
+
+
 def test_drop_takes_integers_integral_floats_and_canonical_strings():
     drop = {"3": [1, 2.0, "0"], "2": [2], "9": [7]}
     assert edits(cache={"drop": drop, "reposition": [0, 3]}) == Schedule(
@@ -261,7 +288,26 @@ def test_drop_takes_integers_integral_floats_and_canonical_strings():
     ({"drop": {"3": [None]}}, 'cache.drop["3"][0]', "an integer from 0"),
     ({"drop": {"3": [4]}}, 'cache.drop["3"][0]', "message 3 cannot drop a later message"),
     ({"drop": {"8": [9]}}, 'cache.drop["8"][0]', "message 8 cannot drop a later message"),
-    ({"drop": {"3": [{"message": 1, "text": "a"}]}}, 'cache.drop["3"][0]', "not supported yet"),
+    ({"drop": {"3": [{"text": "a"}]}}, 'cache.drop["3"][0].message', "an integer from 0"),
+    ({"drop": {"3": [{"message": 4, "text": "a"}]}}, 'cache.drop["3"][0].message', "later message"),
+    ({"drop": {"3": [{"message": 1}]}}, 'cache.drop["3"][0]', '"text": "substring"'),
+    ({"drop": {"3": [{"message": 1, "text": ""}]}}, 'cache.drop["3"][0].text', "some text"),
+    ({"drop": {"3": [{"message": 1, "text": ["b"]}]}}, 'cache.drop["3"][0].text', "some text"),
+    ({"drop": {"3": [{"message": 1, "text": "a"}]}}, 'cache.drop["3"][0].text',
+     'is "a": message 1 does not have this text; give a text of its content'),
+    ({"drop": {"3": [{"message": 1, "text": "b", "occurrence": 2}]}}, 'cache.drop["3"][0].text',
+     "this text 2 times"),
+    ({"drop": {"3": [{"message": 1, "text": "b", "occurrence": 0}]}},
+     'cache.drop["3"][0].occurrence', "a number from 1"),
+    ({"drop": {"3": [{"message": 1, "text": "b", "occurrence": True}]}},
+     'cache.drop["3"][0].occurrence', "a number from 1"),
+    ({"drop": {"3": [{"message": 1, "text": "b", "occurrence": 1.0}]}},
+     'cache.drop["3"][0].occurrence', "a number from 1"),
+    ({"drop": {"3": [{"message": 1, "part": "answer"}]}}, 'cache.drop["3"][0].part', '"thinking"'),
+    ({"drop": {"3": [{"message": 1, "part": "thinking", "occurrence": 1}]}},
+     'cache.drop["3"][0].occurrence', "beside part there is no such key"),
+    ({"drop": {"3": [{"message": 1, "text": "b", "part": "thinking"}]}},
+     'cache.drop["3"][0].part', "beside text there is no such key"),
     ({"drop": [1]}, "cache.drop", "dictionary"),
     ({"reposition": [4]}, "cache.reposition[0]", "0 to 3"),
     ({"reposition": [-1]}, "cache.reposition[0]", "0 to 3"),
@@ -284,7 +330,7 @@ def test_drop_takes_integers_integral_floats_and_canonical_strings():
     ({"salt": 5}, "cache.salt", "valid string"),
     ({"explain": 1}, "cache.explain", "valid boolean"),
     ({"exact": "no"}, "cache.exact", "valid boolean"),
-    ({"drop_thinking": True}, "cache.drop_thinking", "not supported yet"),
+    ({"drop_thinking": 1}, "cache.drop_thinking", "valid boolean"),
     ({"share": "a"}, "cache.share", "no such parameter"),
     ({"drops": {}}, "cache.drops", "no such parameter"),
     ([], "cache", "valid dictionary"),
@@ -330,14 +376,19 @@ def test_both_spellings_say_the_same(fields):
     ({"drop_message": [1]}, "drop_message", "dictionary"),
     ({"reposition": [3, 2]}, "reposition[1]", "increase strictly"),
     ({"reposition": {}}, "reposition", "valid list"),
-    ({"drop_message": {}, "drop_rule": {"type": "message_drop"}}, "drop_rule", "use one"),
-    ({"drop_rule": {"type": "text_drop"}}, "drop_rule.type", "not supported yet"),
-    ({"drop_rule": {"type": "keep_text_drop"}}, "drop_rule.type", "not supported yet"),
-    ({"drop_rule": {"type": "thinking_drop"}}, "drop_rule.type", "not supported yet"),
-    ({"drop_rule": {"type": "other"}}, "drop_rule.type", "use message_drop"),
-    ({"drop_rule": {}}, "drop_rule.type", "use message_drop"),
-    ({"drop_rule": {"type": "message_drop"}}, "drop_rule.drop_messages", "give an object"),
+    ({"drop_message": {"3": [{"message": 1, "text": "b"}]}}, 'drop_message["3"][0]',
+     "give a message index"),
+    ({"drop_message": {}, "drop_rule": {"type": "thinking_drop"}}, "drop_rule", "use one"),
+    ({"drop_rule": {"type": "other"}}, "drop_rule.type", "use message_drop, text_drop, keep_text"),
+    ({"drop_rule": {}}, "drop_rule.type", "or thinking_drop"),
+    ({"drop_rule": {"type": ["text_drop"]}}, "drop_rule.type", "or thinking_drop"),
+    ({"drop_rule": []}, "drop_rule", "valid dictionary"),
+    ({"drop_rule": {"type": "message_drop"}}, "drop_rule.drop_messages", "is missing"),
+    ({"drop_rule": {"type": "message_drop", "drop_messages": []}}, "drop_rule.drop_messages",
+     "valid dictionary"),
     ({"drop_rule": {"type": "message_drop", "drop_messages": {}, "_x": 1}}, "drop_rule._x",
+     "reserved; leave it out"),
+    ({"drop_rule": {"type": "message_drop", "drop_messages": {}, "x": 1}}, "drop_rule.x",
      "leave it out"),
     ({"drop_rule": {"type": "message_drop", "drop_messages": {"3": [4]}}},
      'drop_rule.drop_messages["3"][0]', "later message"),

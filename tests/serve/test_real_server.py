@@ -22,15 +22,20 @@ LONG_RUN = "airline-2-1"  # 62 messages, longer than the model's context of 8,19
 
 
 @pytest.fixture(scope="module")
-def engine():
-    """The embedded model in float32."""
-    return Engine(load(None, jnp.float32), kv_tokens=16384, chunk=256)
+def model():
+    return load(None, jnp.float32)
 
 
 @pytest.fixture(scope="module")
-def url(engine):
+def engine(model):
+    """The embedded model in float32."""
+    return Engine(model, kv_tokens=16384, chunk=256)
+
+
+@pytest.fixture(scope="module")
+def url(engine, model):
     """A server of it."""
-    app = create_app(engine, load(None, jnp.float32).chat)
+    app = create_app(engine, model.chat)
     ready = threading.Event()
     found = []
 
@@ -95,6 +100,136 @@ def test_an_edited_conversation_answers_warm_as_it_does_cold(client):
     prompt, cached, repos, skipped = counters(again)
     assert prompt - cached - repos - skipped == 1  # a full hit leaves one token to compute
     assert repos > 0 and skipped > 0
+
+
+TALK = [{"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "Remember: the password is swordfish."},
+        {"role": "assistant", "content": "I will."},
+        {"role": "user", "content": "My dog is called Otto, and the cat is Mia."},
+        {"role": "assistant", "content": "Good names."},
+        {"role": "user", "content": "Name a fish that swims up rivers."}]
+
+
+def test_whoever_changes_their_mind_gets_the_cold_answer_and_what_is_still_true(client):
+    """Each schedule finds all that stands before its first difference from one before it."""
+    salt = str(uuid.uuid4())
+    plan = ask_plan(client, TALK)
+    end = [span["range"][1] for span in plan["messages"] if span["owner"] == "message"]
+    prompt = plan["prompt_tokens"]
+    part = {"message": 3, "text": ", and the cat is Mia"}
+    said = {}
+    for drops, first_new in [
+            ({}, 0),
+            ({"2": [1]}, end[2]),
+            ({"2": [1], "4": [1]}, prompt - 1),  # dropped already
+            ({"2": [1], "4": [1, part]}, end[4]),
+            ({"4": [1, part]}, end[4]),
+            ({"2": [1], "4": [3]}, end[4]),
+            ({"3": [1]}, end[3]),
+            ({"2": [1]}, prompt - 1),
+            ({}, prompt - 1)]:
+        asked = {"drop": drops} if drops else {}
+        answer = ask(client, TALK, **asked, salt=salt)
+        cold = ask(client, TALK, **asked, salt=str(uuid.uuid4()))
+        assert answer.choices[0].message == cold.choices[0].message
+        assert computed(answer) == prompt - first_new
+        said[str(drops)] = answer.choices[0].message.content
+    assert len(set(said.values())) > 1
+    moved = {"drop": {"2": [1]}, "reposition": [4]}
+    answer = ask(client, TALK, **moved, salt=salt)
+    cold = ask(client, TALK, **moved, salt=str(uuid.uuid4()))
+    assert answer.choices[0].message == cold.choices[0].message
+    assert computed(answer) == prompt - end[4]
+    assert counters(answer)[2] > 0
+    assert computed(ask(client, TALK, **moved, salt=salt)) == 1
+
+
+def ask_plan(client, messages, **cache):
+    """What `explain` tells."""
+    return client.post("/chat/completions", cast_to=dict, body={
+        "messages": messages, "cache": {**cache, "explain": True}})
+
+
+def computed(answer):
+    prompt, *found = counters(answer)
+    return prompt - sum(found)
+
+
+def test_a_plan_is_what_then_happens(client):
+    salt = str(uuid.uuid4())
+    ask(client, TALK, salt=salt)
+    for cache in ({"drop": {"4": [3, {"message": 1, "text": "the password"}]}, "reposition": [4]},
+                  {"drop_thinking": True, "reposition": [2]}):
+        plan = ask_plan(client, TALK, **cache, salt=salt)
+        tokens = dict.fromkeys(("computed", "cached", "repos", "drop_skipped"), 0)
+        for run in plan["runs"]:
+            tokens[run["class"]] += run["range"][1] - run["range"][0]
+        answer = ask(client, TALK, **cache, salt=salt)
+        assert (computed(answer), *counters(answer)[1:]) == tuple(tokens.values())
+
+
+def test_both_spellings_say_the_same(client):
+    salt = str(uuid.uuid4())
+    text = {"message": 3, "text": " Otto"}
+    one = ask(client, TALK, drop={"5": [text]}, salt=salt)
+    selectors = [{"role": m["role"], "content": " Otto" if "Otto" in m["content"] else None}
+                 for m in TALK]
+    other = client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=TALK, max_tokens=8, temperature=0, extra_body={
+            "drop_rule": {"type": "text_drop", "drop_messages": selectors},
+            "cache": {"salt": salt}})
+    assert one.choices[0].message == other.choices[0].message
+    assert computed(other) == 1 and counters(other)[3] > 0
+
+
+@pytest.mark.parametrize("tags, said, in_header, in_answer", [
+    ((" capital", " Paris"), "The capital of France is Paris", 0, 5),
+    (("assistant\n", " is"), "The capital of France is", 3, 5),  # the header opens the span
+])
+def test_the_turn_after_dropped_thinking_computes_what_is_new(
+        client, model, monkeypatch, tags, said, in_header, in_answer):
+    """The tags are words that SmolLM2 says."""
+    monkeypatch.setattr(model.chat, "thinking", tags)
+    messages = [{"role": "user", "content": "What is the capital of France? And of Italy?"}]
+    cache = {"drop_thinking": True, "salt": str(uuid.uuid4())}
+    asked = dict(model="SmolLM2-135M-Instruct", temperature=0, max_tokens=12)
+    first = client.chat.completions.create(**asked, messages=messages, extra_body={"cache": cache})
+    text = first.choices[0].message.content
+    assert text.startswith(said)
+    assert first.usage.completion_tokens_details.dropped_tokens == in_answer
+    dropped = in_header + in_answer
+
+    messages += [{"role": "assistant", "content": text},
+                 {"role": "user", "content": "And of Spain?"}]
+    second = client.chat.completions.create(**asked, messages=messages, extra_body={"cache": cache})
+    prompt, cached, repos, skipped = counters(second)
+    known = first.usage.prompt_tokens + first.usage.completion_tokens - 1  # the last has no KV yet
+    assert (cached, repos, skipped) == (known - dropped, 0, dropped)
+    cold = client.chat.completions.create(**asked, messages=messages, extra_body={
+        "cache": {**cache, "salt": str(uuid.uuid4())}})
+    assert counters(cold) == (prompt, 0, 0, dropped)  # only the thinking itself ever saw it
+    assert second.choices[0].message == cold.choices[0].message
+    again = client.chat.completions.create(**asked, messages=messages, extra_body={"cache": cache})
+    assert computed(again) == 1
+
+    # Whoever wants the thinking back finds what was computed before it went.
+    kept = client.chat.completions.create(**asked, messages=messages, extra_body={
+        "cache": {"salt": cache["salt"]}})
+    closed = first.usage.prompt_tokens + len(model.tokenizer.encode(said))
+    assert computed(kept) == prompt - closed
+
+
+def test_each_of_several_answers_drops_its_own_thinking(client, model, monkeypatch):
+    monkeypatch.setattr(model.chat, "thinking", ("a", "e"))
+    asked = dict(model="SmolLM2-135M-Instruct", temperature=0.7, max_tokens=16, messages=[
+        {"role": "user", "content": "What is the capital of France? And of Italy?"}],
+        extra_body={"cache": {"drop_thinking": True}})
+    both = client.chat.completions.create(**asked, n=3, seed=1)
+    alone = [client.chat.completions.create(**asked, seed=seed) for seed in (1, 2, 3)]
+    assert [choice.message for choice in both.choices] == [
+        one.choices[0].message for one in alone]
+    dropped = [one.usage.completion_tokens_details.dropped_tokens for one in alone]
+    assert both.usage.completion_tokens_details.dropped_tokens == sum(dropped) > 0
 
 
 def test_a_stream_says_what_the_plain_answer_says(client):
