@@ -77,6 +77,7 @@ class FakeEngine(Engine):
       submitted, admitted: the jobs so far.
       delivered: how many tokens so far.
       open: answers that have not ended.
+      app: the application that serves it.
       cancelled: set when an answer is cancelled before its end.
     """
 
@@ -155,10 +156,17 @@ class FakeEngine(Engine):
         thread, self._thread = self._thread, None
         with self._changed:
             self._changed.notify()
-        thread.join()
+        if thread is not None:
+            thread.join()
         for generation in [*self._waiting, *self._running]:
             self.end(generation)
             generation.deliver(End("error", ShuttingDown()))
+
+    def die(self):
+        """As if a fault had ended the thread."""
+        thread, self._thread = self._thread, None
+        thread.join()
+        self._thread = thread
 
     def end(self, generation, cancelled=False):
         with self._changed:
@@ -240,10 +248,11 @@ def read_events(response: httpx.Response) -> list[Any]:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine) -> Iterator[tuple[ChatTemplate, str]]:
+def serving(engine: FakeEngine, **options) -> Iterator[tuple[ChatTemplate, str]]:
     """Serve it on a free port of this machine, from a thread; the chat template and the URL."""
     chat = ChatTemplate(TEMPLATE, engine.tokenizer)
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, chat), port=0, log_level="critical"))
+    engine.app = create_app(engine, chat, **options)
+    server = uvicorn.Server(uvicorn.Config(engine.app, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
