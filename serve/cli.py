@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import signal
 import socket
 import sys
@@ -206,6 +207,7 @@ def serve(
         try:
             requestlog.open_log(request_log)
         except OSError as error:
+            listener.close()
             _fail(f"--request-log {request_log!r}: {error.strerror}. Give a file to write to, or -")
     _keep_compilations(jax)
     try:
@@ -400,6 +402,8 @@ def run(
             if drain.begun:
                 super().handle_exit(sig, frame)
                 self.force_exit, self.config.timeout_graceful_shutdown = True, 0
+                # What is cut off now is no fault.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             drain.begin()
 
         async def on_tick(self, counter: int) -> bool:

@@ -1,5 +1,6 @@
 """`kvfunc serve` as a process of its own: key, metrics, request log, and how it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -74,8 +75,9 @@ class Process:
         chunks, begun = [], threading.Event()
 
         def read():
-            with self.client.stream("POST", "/v1/chat/completions",
-                                    json={**COUNT, "stream": True, **fields}) as response:
+            with contextlib.suppress(httpx.HTTPError), self.client.stream(
+                    "POST", "/v1/chat/completions",
+                    json={**COUNT, "stream": True, **fields}) as response:
                 for line in response.iter_lines():
                     if line:
                         chunks.append(line.removeprefix("data: "))
@@ -166,7 +168,7 @@ def test_a_second_signal_ends_at_once(kind):
         server.process.send_signal(kind)
         printed, status = server.end()
     assert time.monotonic() - start < 60 and status != 0
-    assert "draining: 1 request, up to 600 s" in printed and "stopped" not in printed
+    assert "stopped" not in printed and "ASGI" not in printed
 
 
 def test_a_bad_key_log_or_timeout_is_one_line_and_exit_2(tmp_path):
