@@ -46,8 +46,8 @@ def log(caplog):
     return lines
 
 
-def eventually(holds):
-    deadline = time.monotonic() + 10
+def eventually(holds, seconds=60):
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -2,10 +2,10 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import logging
 import pathlib
+import socket
 import threading
 import uuid
 
@@ -174,22 +174,23 @@ def steps(engine, monkeypatch):
     return seen
 
 
-def leave(client, seconds, **body):
-    """Ask with a client of its own, and hang up after so many seconds or ten chunks."""
-    with httpx.Client(base_url=client.base_url, trust_env=False, timeout=seconds) as one, (
-            contextlib.suppress(httpx.ReadTimeout)), one.stream(
-            "POST", "chat/completions", json=body) as got:
-        for _ in itertools.islice(got.iter_lines(), 20):
-            pass
+def leave(url, until, **body):
+    """Ask, and hang up when something holds."""
+    content = json.dumps(body).encode()
+    with socket.create_connection(url.removeprefix("http://").split(":")) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
+                           b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        eventually(until, 300)  # steps may have to be compiled
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_gives_the_pages_back_in_one_step_and_leaves_the_kv(
-        client, engine, steps, stream):
+        client, url, engine, steps, stream):
     salt = str(uuid.uuid4())
     messages = [{"role": "user", "content": f"Count to one thousand. {'Go on. ' * 40}"}]
     asked = dict(messages=messages, temperature=0, ignore_eos=True, cache={"salt": salt})
-    leave(client, 3, **asked, stream=stream)
+    leave(url, lambda: any(s.generated > 3 for s in engine.scheduler.running), **asked,
+          stream=stream)
     eventually(lambda: not engine._open and not engine.scheduler.running)
     assert any(given_up for given_up, _ in steps)
     assert not any(given_up & there for given_up, there in steps)
@@ -199,20 +200,39 @@ def test_who_leaves_gives_the_pages_back_in_one_step_and_leaves_the_kv(
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
-def test_metrics_and_log_agree_while_clients_leave_and_time_out(client, engine, steps, caplog):
+def test_a_fault_of_the_device_is_a_500_and_the_next_request_is_answered(
+        url, client, engine, monkeypatch):
+    body = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4,
+            "temperature": 0}
+    said = client.chat.completions.create(model="SmolLM2-135M-Instruct", **body).choices[0].message
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_call_step", lambda *arguments: 1 / 0)
+        for stream in (False, True):
+            response = httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": stream},
+                                  trust_env=False, timeout=60)
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "internal_error"
+    assert httpx.get(f"{url}/health/ready", trust_env=False).status_code == 200
+    assert client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", **body).choices[0].message == said
+
+
+def test_metrics_and_log_agree_while_clients_leave_and_time_out(url, engine, steps, caplog):
     caplog.set_level(logging.INFO, LOGGER)
-    http = httpx.Client(base_url=str(client.base_url).removesuffix("v1/"), trust_env=False,
-                        timeout=60)
+    http = httpx.Client(base_url=url, trust_env=False, timeout=60)
 
     def body(i, **fields):
         return {"messages": [{"role": "user", "content": f"Tell me about the number {i % 5}."}],
-                "max_tokens": 4 + i % 9, **fields}
+                "max_tokens": 4 + i % 9} | fields
 
     def one(i):
         if i % 6 == 0:
-            leave(client, 0.5, **body(i, stream=i % 4 == 0, max_tokens=400, ignore_eos=True))
+            before = len(steps)
+            leave(url, lambda: len(steps) > before + i % 5,
+                  **body(i, stream=i % 4 == 0, max_tokens=400, ignore_eos=True))
         elif i % 6 == 1:
-            http.post("/v1/chat/completions", json=body(i, timeout=0.3, max_tokens=400))
+            http.post("/v1/chat/completions", json=body(
+                i, timeout=0.3, max_tokens=400, ignore_eos=True))
         else:
             http.post("/v1/chat/completions", json=body(
                 i, n=1 + i % 3, stream=i % 2 == 0, temperature=i % 8))  # of which 3 and up are bad
