@@ -16,7 +16,6 @@ from kvfunc.history import Drop, Repos
 from kvfunc.serve.answer import Choice, answer
 from kvfunc.serve.engine import Engine
 from kvfunc.serve.interface import (
-    CapacityExceeded,
     EngineFailed,
     Job,
     QueueFull,
@@ -230,19 +229,15 @@ def test_a_queue_without_a_place_for_all_answers_of_a_request_takes_none(model):
 
 
 def test_what_is_dropped_takes_no_room_when_a_request_is_admitted(model):
-    """Two requests fit into a pool of 96 slots, though one of them has 150 tokens."""
-    for events, together in (((Drop(140, ((10, 140),)),), 2), ((Drop(140, ((10, 60),)),), 1)):
+    """Beside 30 tokens, 150 of which 130 are dropped fit into 96 slots, and 70 do not."""
+    for request, running in ((Request(text(150), (Drop(140, ((10, 140),)),)), 2),
+                             (Request(text(70)), 1)):
         engine = make(model)
         StandIn(engine, np.random.default_rng(0))
-        Request(text(30, seed=1), new=8).submit(engine)
-        asked = Request(text(150), events, new=8)
-        if together == 2:
-            asked.submit(engine)
-        else:
-            with pytest.raises(CapacityExceeded):
-                asked.submit(engine)
+        Request(text(30, seed=1)).submit(engine)
+        request.submit(engine)
         run(engine, 1)
-        assert len(engine.scheduler.running) == together
+        assert len(engine.scheduler.running) == running
 
 
 def test_closing_ends_what_runs_and_waits_as_shutting_down(model):
