@@ -258,6 +258,9 @@ def serving(engine: FakeEngine, **options) -> Iterator[tuple[ChatTemplate, str]]
     while not server.started:
         assert thread.is_alive()
         threading.Event().wait(0.01)
-    yield chat, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield chat, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        engine.gate.set()
+        server.should_exit = True
+        thread.join()
