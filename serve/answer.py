@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from .engine import Engine
-from .interface import End, Generation, Job, Token, Usage
+from .interface import End, Generation, Job, TimedOut, Token, Usage
+from .requestlog import RequestRecord
 from .text import Decoder, Piece, TextStream
 
 
@@ -19,6 +21,7 @@ class Choice:
 
     job: Job
     stop: tuple[str, ...] = ()
+    has_own_prompt: bool = True  # whether no choice before it has the same prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,38 +36,77 @@ class Step:
     dropped: int | None = None  # of these, as thinking; None where that stays
 
 
-async def answer(engine: Engine, choices: Sequence[Choice]) -> AsyncIterator[Step]:
+async def answer(engine: Engine, choices: Sequence[Choice], record: RequestRecord,
+                 timeout: float | None = None) -> AsyncIterator[Step]:
     """Run all choices at once; their steps come as the engine makes them.
 
     There is a step for every token, so that whoever iterates can stop at any of them, also where
     the text is held back. Whatever is unfinished is cancelled when this is closed.
 
+    Args:
+      engine: runs the choices.
+      choices: as many as there are answers.
+      record: is told what happens.
+      timeout: seconds that the request may take from its arrival; None for no end.
+
     Raises:
+      QueueFull: if there is no place for all choices; then none runs.
+      TimedOut: when the time is over.
       Exception: what `Engine.submit` raises, or the error that one of the choices ended with.
     """
     loop = asyncio.get_running_loop()
-    arrived: asyncio.Queue[tuple[int, Token | End]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Token | End, float] | None] = asyncio.Queue()
+    growing: dict[int, _Growing] = {}
 
     def deliver(index: int, item: Token | End) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(arrived.put_nowait, (index, item))
+            loop.call_soon_threadsafe(arrived.put_nowait, (index, item, time.perf_counter()))
 
-    growing: dict[int, _Growing] = {}
+    def cancel() -> None:
+        for unfinished in growing.values():
+            unfinished.generation.cancel()
+
+    def expire() -> None:
+        cancel()  # at once, also where the client is slow to read what has come
+        arrived.put_nowait(None)
+
+    engine.check_queue(len(choices))
+    timer = None if timeout is None else loop.call_later(max(timeout - record.age, 0), expire)
     try:
         for index, choice in enumerate(choices):
             generation = engine.submit(choice.job, functools.partial(deliver, index))
             growing[index] = _Growing(index, generation, choice, engine.tokenizer.stream())
+            record.submitted(generation, choice.has_own_prompt)
         while growing:
-            index, item = await arrived.get()
+            came = await arrived.get()
+            if came is None:
+                raise TimedOut(_timed_out(timeout, record))
+            index, item, at = came
             if index not in growing:
                 continue  # underway when a stop string ended the choice
+            if isinstance(item, Token):
+                record.token(index, at)
             step = growing[index].step(item)
+            record.dropped(index, step.dropped or 0)
             if step.finish_reason:
                 growing.pop(index).generation.cancel()
+                record.finished(index, step.finish_reason)
             yield step
     finally:
-        for unfinished in growing.values():
-            unfinished.generation.cancel()
+        if timer is not None:
+            timer.cancel()
+        cancel()
+
+
+def _timed_out(timeout: float, record: RequestRecord) -> str:
+    waited = record.queue_seconds
+    if waited is None:
+        spent = "all of it waiting for its turn: ask again later, or allow more time"
+    else:
+        spent = (f"{waited:.1f} s of it waiting for its turn, and generated "
+                 f"{record.generated} tokens: allow more time, or ask for fewer tokens")
+    return (f"the request took its {timeout:g} s, {spent} (with the request's timeout, or the "
+            "server's --request-timeout)")
 
 
 class _Growing:

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 from anyio.to_thread import run_sync
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -27,31 +29,47 @@ from kvfunc.policies import Part, Schedule
 from . import events as message_events
 from . import protocol
 from .answer import Choice, Step, answer
+from .door import RETRY_AFTER_SECONDS, Door, Drain, refusal, shutting_down
 from .drops import hidden
 from .engine import Engine
 from .errors import ApiError, invalid, read_json
-from .interface import CapacityExceeded, ContextLengthExceeded, Job
+from .interface import (
+    CapacityExceeded,
+    ContextLengthExceeded,
+    EngineFailed,
+    Job,
+    QueueFull,
+    ShuttingDown,
+    TimedOut,
+)
+from .metrics import Metrics
 from .protocol import ChatRequest, CompletionRequest
+from .requestlog import CLIENT_LEFT, RequestRecord
 from .responses import ChatReply, CompletionReply, Reply
 from .spans import Layout
 from .thinking import Thinking
 from .turns import Turns
 
-RETRY_AFTER_SECONDS = "5"
+MAX_ANSWERS = 1024  # of one request: prompts times n
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def create_app(engine: Engine, chat: ChatTemplate, *, warnings: Sequence[str] = ()) -> Starlette:
-    """The application.
+def create_app(engine: Engine, chat: ChatTemplate, *, warnings: Sequence[str] = (),
+               api_keys: Sequence[str] = (), request_timeout: float | None = None) -> Starlette:
+    """The application; `state.drain` of it ends it gently.
 
     Args:
       engine: generates tokens; it is started and closed with the application.
       chat: renders messages to tokens and their owners.
       warnings: what every answer's `warnings` shall say, such as a model loaded with a reservation.
+      api_keys: one of them must come with every request except for health and metrics; none:
+        everyone is served.
+      request_timeout: seconds that a request may take; None for no end. A request may ask for less.
     """
-    api = _Api(engine, chat, tuple(warnings))
+    drain, metrics = Drain(engine), Metrics(engine.name, engine.stats)
+    api = _Api(engine, chat, tuple(warnings), drain, metrics, request_timeout)
 
     @contextlib.asynccontextmanager
     async def running(_: Starlette) -> AsyncIterator[None]:
@@ -61,10 +79,15 @@ def create_app(engine: Engine, chat: ChatTemplate, *, warnings: Sequence[str] = 
         finally:
             await run_sync(engine.close)
 
-    return Starlette(
+    web = Starlette(
         lifespan=running,
+        middleware=[Middleware(Door, keys=api_keys, model=engine.name, metrics=metrics,
+                               drain=drain)],
         routes=[
             Route("/health", api.health),
+            Route("/health/live", api.live),
+            Route("/health/ready", api.ready),
+            Route("/metrics", api.metrics),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
@@ -72,6 +95,8 @@ def create_app(engine: Engine, chat: ChatTemplate, *, warnings: Sequence[str] = 
         ],
         exception_handlers={HTTPException: _http_error},
     )
+    web.state.drain = drain
+    return web
 
 
 def _guarded(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
@@ -82,22 +107,39 @@ def _guarded(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awai
         try:
             return await endpoint(api, request)
         except ClientDisconnect:
+            _record(request).failed(CLIENT_LEFT)
             return _nobody_listens()
         except Exception as error:
-            fault = _as_api_error(error)
-            return JSONResponse(fault.body(), fault.status, headers=fault.headers)
+            return refusal(_record(request), _as_api_error(error))
 
     return guarded
 
 
 class _Api:
-    def __init__(self, engine: Engine, chat: ChatTemplate, warnings: tuple[str, ...]):
+    def __init__(self, engine: Engine, chat: ChatTemplate, warnings: tuple[str, ...], drain: Drain,
+                 metrics: Metrics, timeout: float | None):
         self._engine, self._chat, self._warnings = engine, chat, warnings
+        self._drain, self._metrics, self._timeout = drain, metrics, timeout
         self._created = int(time.time())
         self._turns = Turns()
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "engine": await run_sync(self._engine.stats)})
+        status = "ok" if self._engine.alive else "failed"
+        if status == "ok" and self._drain.begun:
+            status = "draining"
+        return JSONResponse({"status": status, "engine": await run_sync(self._engine.stats)},
+                            503 if status == "failed" else 200)
+
+    async def live(self, request: Request) -> Response:
+        return _health(None if self._engine.alive else "the engine's thread has died")
+
+    async def ready(self, request: Request) -> Response:
+        if not self._engine.alive:
+            return await self.live(request)
+        return _health("the server is shutting down" if self._drain.begun else None)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(await run_sync(self._metrics.text), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -134,6 +176,12 @@ class _Api:
     def _check(self, asked: protocol.Request) -> None:
         self._check_model(asked.model)
         asked.check_token_ids(self._engine.tokenizer.vocab_size)
+        prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
+        most = min(MAX_ANSWERS, self._engine.most_open)
+        if prompts * asked.choices > most:
+            raise invalid("n" if prompts == 1 else "prompt", prompts * asked.choices,
+                          f"this server takes at most {most} answers a request, which is prompts "
+                          "times n; send several requests, or restart it with a larger --max-queue")
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._engine.name):
@@ -226,20 +274,25 @@ class _Api:
         room = self._engine.max_new_tokens(history)
         limit = min(asked.token_limit or room, room)
         return [Choice(Job(tokens, history, asked.salt, limit, sampling, thinking),
-                       asked.stop_strings)
-                for sampling in asked.samplings(self._engine.tokenizer.stop_ids)]
+                       asked.stop_strings, has_own_prompt=place == 0)
+                for place, sampling in enumerate(asked.samplings(self._engine.tokenizer.stop_ids))]
 
     async def _respond(self, request: Request, asked: protocol.Request, choices: Sequence[Choice],
                        reply: Reply, warnings: Sequence[str]) -> Response:
         if await request.is_disconnected():  # while the prompt was prepared
             raise ClientDisconnect
-        steps = answer(self._engine, choices)
+        if self._drain.ended:
+            raise ShuttingDown
+        record = _record(request)
+        record.stream = bool(asked.stream)
+        limits = [limit for limit in (asked.timeout, self._timeout) if limit is not None]
+        steps = answer(self._engine, choices, record, min(limits, default=None))
         if not asked.stream:
             done = await _while_connected(request, _collect(steps))
             return JSONResponse(reply.whole(done, warnings))
         first = await _while_connected(request, anext(steps))  # a failure is a plain HTTP error
         return _EventStream(steps, _stream(steps, first, len(choices), reply,
-                                           asked.wants_usage_chunk, warnings))
+                                           asked.wants_usage_chunk, warnings, record))
 
 
 def _parts(asked: ChatRequest, schedule: Schedule, layout: Layout) -> dict[Part, list[Range]]:
@@ -274,7 +327,8 @@ class _EventStream(StreamingResponse):
 
 
 async def _stream(steps: AsyncIterator[Step], first: Step, choices: int, reply: Reply,
-                  with_usage: bool, warnings: Sequence[str]) -> AsyncIterator[str]:
+                  with_usage: bool, warnings: Sequence[str],
+                  record: RequestRecord) -> AsyncIterator[str]:
     more = {"usage": None} if with_usage else {}
     closing = {"warnings": list(warnings)} if warnings else {}
     opened: set[int] = set()
@@ -295,7 +349,9 @@ async def _stream(steps: AsyncIterator[Step], first: Step, choices: int, reply: 
             yield _event(reply.chunk([], usage=reply.usage(done), **closing))
         yield "data: [DONE]\n\n"
     except Exception as error:
-        yield _event(_as_api_error(error).body())
+        fault = _as_api_error(error)
+        record.failed(fault.code)
+        yield _event(fault.body())
 
 
 async def _collect(steps: AsyncIterator[Step]) -> list[Step]:
@@ -336,6 +392,15 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, CapacityExceeded):
         return ApiError(str(error), code="capacity_exceeded", status=503,
                         headers={"Retry-After": RETRY_AFTER_SECONDS})
+    if isinstance(error, QueueFull):
+        return ApiError(str(error), code="queue_full", status=503,
+                        headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, TimedOut):
+        return ApiError(str(error), code="timeout", status=504)
+    if isinstance(error, ShuttingDown):
+        return shutting_down()
+    if isinstance(error, EngineFailed):
+        return ApiError(str(error), code="engine_failed", status=503)
     _log.error("a request failed", exc_info=error)
     return ApiError("the server failed on this request; its log says where", code="internal_error",
                     status=500)
@@ -346,7 +411,16 @@ async def _http_error(request: Request, error: Exception) -> Response:
     fault = ApiError(f"{request.method} {request.url.path}: {error.detail}. POST "
                      "/v1/chat/completions or /v1/completions, GET /v1/models or /health",
                      code=code, status=error.status_code, headers=error.headers)
-    return JSONResponse(fault.body(), fault.status, headers=fault.headers)
+    return refusal(_record(request), fault)
+
+
+def _record(request: Request) -> RequestRecord:
+    return request.state.record
+
+
+def _health(fault: str | None) -> Response:
+    return JSONResponse({"status": "ok"} if fault is None else
+                        {"status": "unavailable", "reason": fault}, 200 if fault is None else 503)
 
 
 def _nobody_listens() -> Response:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import signal
 import socket
 import sys
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -34,6 +35,7 @@ MODEL_HELP = (
     "A GGUF file, or a folder with Hugging Face's config.json and *.safetensors. "
     "Left out: SmolLM2-135M-Instruct, which comes with kvfunc."
 )
+LAST_WORDS_SECONDS = 5  # for sending what is left when the server ends
 
 
 class Dtype(StrEnum):
@@ -87,6 +89,12 @@ Url = Annotated[
         "MODEL on a free port, and ended with this command.",
     ),
 ]
+ClientKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY", envvar="KVFUNC_API_KEY", help="The server's key; of several, the first."
+    ),
+]
 
 
 @app.command()
@@ -124,6 +132,14 @@ def serve(
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Requests that run at once; others wait.")
     ] = 16,
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Requests that may be there beyond those that run at once, each answer of n "
+            "counted; more get a 503 with Retry-After.",
+        ),
+    ] = 256,
     max_num_batched_tokens: Annotated[
         int,
         typer.Option(
@@ -143,12 +159,53 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API.", show_default="the file's")
     ] = None,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="The longest that a request may wait and run together, then it gets a 504. A "
+            "request's own `timeout` can only be shorter.",
+            show_default="no end",
+        ),
+    ] = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="How long a server that is stopped waits for the requests it has; a second "
+            "signal ends it at once.",
+        ),
+    ] = 30,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="KVFUNC_API_KEY",
+            help="Answer only who sends this key as a bearer token; several times, or with commas "
+            "between, for several keys. /health, /health/live, /health/ready and /metrics need "
+            "none. Other users of this machine can see a command line, but not the environment.",
+            show_default="no key",
+        ),
+    ] = None,
+    request_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Write one JSON line a request to this file, or to standard output for -: times "
+            "and counters, and no text of any prompt.",
+            show_default="no log",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over OpenAI's HTTP API.
 
     `/v1/chat/completions` takes one more field, `cache`, which drops messages and closes gaps.
     """
     _check_model(model)
+    if request_timeout is not None and not 0 < request_timeout < float("inf"):
+        _fail(f"--request-timeout {request_timeout:g}: give seconds above 0, or leave it out")
+    keys = _keys(api_key or [])
     listener = _bind(host, port)
     console = Console(highlight=False, markup=False, soft_wrap=True)
 
@@ -157,8 +214,15 @@ def serve(
 
         from kvfunc import models
 
+        from . import requestlog
         from .app import create_app
         from .engine import Engine
+    if request_log is not None:
+        try:
+            requestlog.open_log(request_log)
+        except OSError as error:
+            listener.close()
+            _fail(f"--request-log {request_log!r}: {error.strerror}. Give a file to write to, or -")
     _keep_compilations(jax)
     try:
         as_what = dtype if quantization is None else quantization
@@ -178,6 +242,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             chunk=max_num_batched_tokens,
             policy=eviction_policy.value,
+            max_queue=max_queue,
         )
     except ValueError as error:
         _fail(str(error))
@@ -187,7 +252,7 @@ def serve(
     shapes = ", ".join(f"{tokens:,} x {rows:,}" for tokens, rows in engine.shapes)
     console.print(f"compiled steps (tokens x rows): {shapes}")
 
-    web = create_app(engine, loaded.chat)
+    web = create_app(engine, loaded.chat, api_keys=keys, request_timeout=request_timeout)
     size = decimal(engine.kv_tokens * engine.kv_bytes_per_token)
     console.print(
         f"{engine.name}: context {engine.context_length:,} tokens; {max_num_seqs} requests at "
@@ -195,8 +260,7 @@ def serve(
         f"{page_size}, {size}"
     )
     console.print("OpenAI's API under /v1, Ctrl-C stops")
-    with contextlib.suppress(KeyboardInterrupt):
-        run(web, listener)
+    run(web, listener, drain_timeout=drain_timeout)
     console.print("stopped")
 
 
@@ -204,6 +268,7 @@ def serve(
 def chat(
     model: Model = None,
     url: Url = None,
+    api_key: ClientKey = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is deterministic.")] = 0.7,
@@ -217,7 +282,7 @@ def chat(
     from .terminal import Conversation, converse
 
     console = Console(highlight=False, markup=False)
-    with _server(console, model, url) as at, Client(at) as client:
+    with _server(console, model, url) as at, Client(at, api_key=_client_key(api_key)) as client:
         conversation = Conversation(client, system, max_tokens, temperature)
         converse(conversation, client.card(), console)
 
@@ -235,6 +300,7 @@ def replay(
     ],
     model: Model = None,
     url: Url = None,
+    api_key: ClientKey = None,
     policy: Annotated[
         list[PolicyName] | None,
         typer.Option(
@@ -293,7 +359,7 @@ def replay(
     except ValueError as error:
         _fail(str(error))
     console = Console(highlight=False, markup=False)
-    with _server(console, model, url) as at, Client(at) as client:
+    with _server(console, model, url) as at, Client(at, api_key=_client_key(api_key)) as client:
         card = client.card()
         for run in runs:
             replayed = replaying.replay(
@@ -317,9 +383,19 @@ def main() -> None:
 
 
 def run(
-    web: "Starlette", listener: socket.socket, on_ready: Callable[[str], None] = typer.echo
+    web: "Starlette",
+    listener: socket.socket,
+    say: Callable[[str], None] = typer.echo,
+    drain_timeout: float = 30,
 ) -> None:
-    """Serve `web` on a bound socket until a signal; tell `on_ready` the line that names its URL."""
+    """Serve `web` on a bound socket until a signal, and then let its requests come to an end.
+
+    Args:
+      web: as `create_app` makes it.
+      listener: the socket.
+      say: called with the line that names the URL, and with what the end waits for.
+      drain_timeout: seconds that requests have after the signal; a second one ends them at once.
+    """
     import uvicorn
 
     from .client import READY
@@ -327,13 +403,59 @@ def run(
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
+    drain = web.state.drain
+
     class Server(uvicorn.Server):
+        stops_at: float | None = None  # once it drains
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                on_ready(READY + url)
+                say(READY + url)
 
-    Server(uvicorn.Config(web, log_level="warning")).run([listener])
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if drain.begun:
+                super().handle_exit(sig, frame)
+                self.force_exit, self.config.timeout_graceful_shutdown = True, 0
+                # What is cut off now is no fault.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            drain.begin()
+
+        async def on_tick(self, counter: int) -> bool:
+            stops = await super().on_tick(counter)
+            if stops or not drain.begun:
+                return stops
+            if self.stops_at is None:
+                self.stops_at = time.monotonic() + drain_timeout
+                if drain.open:
+                    say(f"draining: {_requests(drain.open)}, up to {drain_timeout:g} s")
+            if drain.open and time.monotonic() < self.stops_at:
+                return False
+            if drain.open:
+                say(f"ending what is left: {_requests(drain.open)}")
+            await drain.end()
+            return True
+
+    # What has been ended is still sent, but not to a client that does not read.
+    config = uvicorn.Config(web, log_level="warning", timeout_graceful_shutdown=LAST_WORDS_SECONDS)
+    Server(config).run([listener])
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
+
+
+def _keys(given: list[str]) -> list[str]:
+    """The keys of all options, each of which may have several with commas between."""
+    keys = [key.strip() for value in given for key in value.split(",")]
+    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+        _fail("--api-key (or KVFUNC_API_KEY): a key is empty or has characters that no header "
+              "takes. Give printable ASCII without spaces and commas.")
+    return keys
+
+
+def _client_key(given: str | None) -> str | None:
+    return _keys([given])[0] if given else None
 
 
 def _check_model(model: str | None) -> None:

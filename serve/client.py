@@ -75,10 +75,18 @@ class Client:
     The environment's proxies are ignored: the server is ours, most often on this very machine.
     """
 
-    def __init__(self, url: str, transport: httpx.BaseTransport | None = None):
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.BaseTransport | None = None,
+        api_key: str | None = None,
+    ):
         self._url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(None, connect=10)
-        self._http = httpx.Client(timeout=timeout, transport=transport, trust_env=False)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(
+            timeout=timeout, transport=transport, trust_env=False, headers=headers
+        )
 
     def __enter__(self) -> "Client":
         return self

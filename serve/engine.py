@@ -33,8 +33,11 @@ from .interface import (
     ContextLengthExceeded,
     Deliver,
     End,
+    EngineFailed,
     Job,
     Plan,
+    QueueFull,
+    ShuttingDown,
     Token,
     Usage,
 )
@@ -45,6 +48,7 @@ from .sequence import Sequence, most_slots
 
 ROWS = 8192  # of a compiled step; a request that needs more runs alone, in a step of its own
 BETWEEN = (64, 256)  # compiled numbers of queries between one for each request and a whole chunk
+SERVICE_WEIGHT = 0.1  # of the newest answer in the mean time that answers take
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +76,7 @@ class Engine:
       max_num_seqs: requests that run at once; others wait.
       chunk: the most queries of a step, so the longest that a running answer waits.
       policy: what is evicted first, one of `eviction.POLICIES`.
+      max_queue: how many requests may be there beyond those that run at once.
 
     Raises:
       ValueError: for sizes out of range, or a context beyond the model's.
@@ -79,11 +84,12 @@ class Engine:
 
     def __init__(self, model: LoadedModel, *, kv_dtype: DTypeLike | None = None,
                  context_length: int | None = None, kv_tokens: int = 32768, page_size: int = 16,
-                 max_num_seqs: int = 16, chunk: int = 512, policy: str = "worth"):
+                 max_num_seqs: int = 16, chunk: int = 512, policy: str = "worth",
+                 max_queue: int = 256):
         config = model.config
         weights_dtype = model.dtype
         _check(config.context_length, context_length, kv_tokens, page_size, max_num_seqs, chunk,
-               policy)
+               policy, max_queue)
         self.name, self.config, self.tokenizer = model.name, config, model.tokenizer
         self.context_length = context_length or config.context_length
         self.compilations = 0
@@ -119,10 +125,15 @@ class Engine:
         self._reset_device()
         self.kv_bytes_per_token = self._kv.bytes_per_token
         self._lock = threading.Lock()  # of the scheduler and what hangs on it
+        self.most_open = max_num_seqs + max_queue  # requests that run or wait
+        self._max_num_seqs = max_num_seqs
+        self._open: set[Sequence] = set()  # neither ended nor cancelled
+        self._service = 0.0  # seconds from an answer's turn to its end, the mean of late
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._wake, self._stopping = threading.Event(), False
         self._thread: threading.Thread | None = None
+        self._failed = False
         network = Llama(config, weights_dtype)
 
         def step(params, kv, packed, table, at):
@@ -142,7 +153,8 @@ class Engine:
         """What runs, what the pool holds, and the counters; any thread may ask."""
         with self._lock:
             pages = self.scheduler.pages
-            return {"running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
+            waiting = len(self.scheduler.waiting) + self._inbox.qsize()
+            return {"running": len(self.scheduler.running), "waiting": waiting,
                     "free_pages": pages.free, "held_pages": pages.held,
                     "evictable_pages": pages.evictable, **dataclasses.asdict(self.counters),
                     "compilations": self.compilations, "host_seconds": self.seconds.host,
@@ -192,6 +204,26 @@ class Engine:
                 f"the prompt needs {slots} KV slots and the pool has {self.kv_tokens}: shorten it, "
                 "or restart the server with a larger --kv-tokens")
 
+    def check_queue(self, count: int) -> None:
+        """Refuse so many further answers while there is no place for them in the queue.
+
+        Raises:
+          QueueFull: if more than `most_open` would run and wait.
+          EngineFailed: if its thread has died.
+        """
+        if self._failed:
+            raise EngineFailed("the engine has failed and runs nothing any more: restart the "
+                               "server; its log says what happened")
+        there = len(self._open)
+        if there + count <= self.most_open:
+            return
+        waiting = max(there - self._max_num_seqs, 0) + count
+        seconds = max(math.ceil(self._service * waiting / self._max_num_seqs), 1)
+        raise QueueFull(
+            f"{there} answers run and wait, and {count} more would pass the {self.most_open} that "
+            f"may: ask again in {seconds} s, or restart the server with a larger --max-queue",
+            seconds)
+
     def max_new_tokens(self, history: History) -> int:
         """How many tokens the context has left for an answer."""
         return self.context_length - history.next_position
@@ -212,20 +244,28 @@ class Engine:
 
         Raises:
           ValueError, ContextLengthExceeded, CapacityExceeded: as `check`.
+          QueueFull, EngineFailed: as `check_queue`.
         """
         self.check(job.history)
+        self.check_queue(1)
         room = self.max_new_tokens(job.history)
         if job.max_tokens > room:
             job = dataclasses.replace(job, max_tokens=room)
         sequence = Sequence(job, deliver, next(self._numbers))
+        self._open.add(sequence)
         self._inbox.put(sequence)
         self._wake.set()
-        return Answer(sequence, self._wake)
+        return Answer(sequence, self._open, self._wake)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs, and so whether anything will be answered."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
         """Run steps in a thread whenever there is work."""
         if self._thread is None:
-            self._stopping = False
+            self._stopping = self._failed = False
             self._thread = threading.Thread(target=self._loop, name="kvfunc-engine", daemon=True)
             self._thread.start()
 
@@ -236,7 +276,7 @@ class Engine:
             self._wake.set()
             self._thread.join()
             self._thread = None
-        self._end_all(RuntimeError("the server stops"))
+        self._end_all(ShuttingDown("the engine was closed before this answer was complete"))
 
     def clear(self) -> None:
         """Forget all KV that no running request holds."""
@@ -255,7 +295,7 @@ class Engine:
                 work = self.scheduler.plan()
                 ended, self.scheduler.ended = self.scheduler.ended, []
             for sequence, end in ended:
-                _deliver(sequence, end)
+                self._deliver(sequence, end)
             if work:
                 self._run(work)
         except Exception as error:
@@ -267,11 +307,16 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or not self._inbox.empty())
 
     def _loop(self) -> None:
-        while not self._stopping:
-            self._wake.wait()
-            self._wake.clear()
-            while not self._stopping and self.step():
-                pass
+        try:
+            while not self._stopping:
+                self._wake.wait()
+                self._wake.clear()
+                while not self._stopping and self.step():
+                    pass
+        except Exception as error:  # not even the recovery of a step was possible
+            _log.critical("the engine has failed", exc_info=error)
+            self._failed = True  # from here on nothing is submitted any more
+            self._end_all(EngineFailed("the engine failed on this request: restart the server"))
 
     def _receive(self) -> None:
         scheduler = self.scheduler
@@ -312,7 +357,7 @@ class Engine:
                 self.scheduler.remove(sequence)
                 deliveries.append((sequence, end))
         for sequence, what in deliveries:
-            _deliver(sequence, what)
+            self._deliver(sequence, what)
 
     def _call_step(self, work: list[Work], size: int, rows: int) -> jax.Array:
         """Pack the work and run it; the logits of each part's last query, in order."""
@@ -370,7 +415,21 @@ class Engine:
             before, self.scheduler = self.scheduler, self._make_scheduler()
             self.scheduler.counters = before.counters
         for sequence in [*before.running, *before.waiting]:
-            _deliver(sequence, End("error", error))
+            self._deliver(sequence, End("error", error))
+
+    def _deliver(self, sequence: Sequence, what: Token | End) -> None:
+        """Hand over; a receiver that fails is none of the others' business."""
+        if isinstance(what, End):
+            self._open.discard(sequence)
+            if sequence.admitted is not None:
+                took = time.perf_counter() - sequence.admitted
+                self._service += SERVICE_WEIGHT * (took - self._service) if self._service else took
+        try:
+            sequence.deliver(what)
+        except Exception:
+            _log.exception("a receiver failed")
+            sequence.cancelled = True
+            self._open.discard(sequence)
 
     def _reset_device(self) -> None:
         """A new pool, and nothing in it."""
@@ -383,22 +442,33 @@ class Engine:
 class Answer:
     """A request that waits for its turn or is being answered (`interface.Generation`)."""
 
-    def __init__(self, sequence: Sequence, wake: threading.Event):
-        self._sequence, self._wake = sequence, wake
+    def __init__(self, sequence: Sequence, open_: set[Sequence], wake: threading.Event):
+        self._sequence, self._open, self._wake = sequence, open_, wake
 
     @property
     def usage(self) -> Usage | None:
         """The prompt's counters; None until it is admitted."""
         return self._sequence.usage
 
+    @property
+    def admitted(self) -> float | None:
+        """When its turn came, on the clock of `time.perf_counter`; None before."""
+        return self._sequence.admitted
+
+    @property
+    def preempted(self) -> int:
+        """How many times it has made way for another."""
+        return self._sequence.preempted
+
     def cancel(self) -> None:
         """End it before the next step; its KV stays for later requests."""
         self._sequence.cancelled = True
+        self._open.discard(self._sequence)
         self._wake.set()
 
 
 def _check(most: int, context_length: int | None, kv_tokens: int, page_size: int,
-           max_num_seqs: int, chunk: int, policy: str) -> None:
+           max_num_seqs: int, chunk: int, policy: str, max_queue: int) -> None:
     if context_length is not None and not 1 <= context_length <= most:
         raise ValueError(f"max_model_len must be between 1 and {most}, the model's own context, "
                          f"got {context_length}")
@@ -409,6 +479,8 @@ def _check(most: int, context_length: int | None, kv_tokens: int, page_size: int
     if max_num_seqs < 1 or chunk < 1:
         raise ValueError("max_num_seqs and chunk must be at least 1, "
                          f"got {max_num_seqs} and {chunk}")
+    if max_queue < 0:
+        raise ValueError(f"max_queue must be at least 0, got {max_queue}")
     if policy not in eviction.POLICIES:
         raise ValueError(f"policy must be one of {', '.join(eviction.POLICIES)}, got {policy!r}")
 
@@ -422,12 +494,3 @@ def _token(wanted: int | None, token: int, logprob: float, top_ids: list[int],
     if wanted is None:
         return Token(token, None, ())
     return Token(token, logprob, tuple(zip(top_ids[:wanted], top[:wanted], strict=True)))
-
-
-def _deliver(sequence: Sequence, what: Token | End) -> None:
-    """Hand over; a receiver that fails is none of the others' business."""
-    try:
-        sequence.deliver(what)
-    except Exception:
-        _log.exception("a receiver failed")
-        sequence.cancelled = True

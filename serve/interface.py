@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Integer
@@ -23,6 +23,26 @@ class ContextLengthExceeded(ValueError):
 
 class CapacityExceeded(ValueError):
     """The KV pool is too small for this request, ever."""
+
+
+class QueueFull(Exception):
+    """As many requests run and wait as may; `retry_after` says in how many seconds to ask again."""
+
+    def __init__(self, message: str, retry_after: int):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class TimedOut(Exception):
+    """The request has had all the time that it was given."""
+
+
+class ShuttingDown(Exception):
+    """The server ends, and the request with it."""
+
+
+class EngineFailed(Exception):
+    """The engine can run nothing any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +95,16 @@ class End:
 Deliver = Callable[[Token | End], None]
 
 
+@runtime_checkable
 class Generation(Protocol):
     """An answer that is waiting for its turn or being generated."""
 
-    usage: Usage
+    usage: Usage | None
     """The prompt's counters; set before the first token is delivered."""
+    admitted: float | None
+    """When its turn came, on the clock of `time.perf_counter`; None before."""
+    preempted: int
+    """How many times it has made way for another."""
 
     def cancel(self) -> None:
         """End the answer if it has not ended; its KV stays for later requests."""

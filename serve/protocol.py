@@ -94,6 +94,7 @@ class Request(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool | None = None  # the model's own ends do not end the answer
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache: Cache | None = None

@@ -8,6 +8,7 @@ is resident comes next, so that KV is used while it is there; but nobody is pass
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence as Several
 
 import numpy as np
@@ -196,6 +197,7 @@ class Scheduler:
         self.tree.use(sequence.job.salt, sequence.stream, sequence.history)
         if sequence.usage is None:
             sequence.usage = Plan.of(sequence.job.history, sequence.queries).usage
+            sequence.admitted = time.perf_counter()
         last = int(np.flatnonzero(found != HOLE).max(initial=-1))
         self.counters.found += int((found != HOLE).sum())
         self.counters.recovered += int((sequence.queries < last).sum())
@@ -253,6 +255,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """A request makes way; it comes back as the next, and goes on where it was."""
         self.counters.preempted += 1
+        sequence.preempted += 1
         self._retreat(sequence)
         sequence.passed = FAIRNESS
         self.add(sequence)

@@ -25,6 +25,8 @@ class Sequence:
     Attributes:
       number: of its arrival.
       passed: how many later requests have been admitted before it.
+      admitted: when its turn came first, on the clock of `time.perf_counter`; None before.
+      preempted: how many times it has made way.
       tokens: int32 ids of the prompt and of the answer, as far as it goes: `length` of them.
       history: of all `tokens`; an answer that drops its thinking adds to the events.
       slots: int32, where the KV of a token stands that this request holds, HOLE for others.
@@ -34,7 +36,8 @@ class Sequence:
 
     def __init__(self, job: Job, deliver: Deliver, number: int):
         self.job, self.deliver, self.number = job, deliver, number
-        self.passed = 0
+        self.passed = self.preempted = 0
+        self.admitted: float | None = None
         self.cancelled = False
         self.cold = False  # whether it is to be placed with nothing found
         self.restarted = False  # whether that has been tried

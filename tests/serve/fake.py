@@ -1,9 +1,11 @@
 """A server over a scripted engine: one token is one byte, and the answer is what a test says."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,17 @@ from kvfunc.models.chat import ChatTemplate
 from kvfunc.models.tokenizer import Tokenizer
 from kvfunc.serve.app import create_app
 from kvfunc.serve.engine import Engine
-from kvfunc.serve.interface import ContextLengthExceeded, End, Job, Plan, Token, Usage
+from kvfunc.serve.interface import (
+    ContextLengthExceeded,
+    End,
+    Job,
+    Plan,
+    QueueFull,
+    ShuttingDown,
+    Token,
+    Usage,
+)
+from kvfunc.serve.scheduler import Counters
 
 TEMPLATE = """PRE
 {% for message in messages -%}
@@ -40,7 +52,9 @@ def byte_tokenizer() -> Tokenizer:
 class FakeGeneration:
     """One answer of the script; `usage` is there once it has been admitted."""
 
-    usage: Usage
+    usage: Usage | None = None
+    admitted: float | None = None
+    preempted = 0
 
     def __init__(self, engine, job: Job, deliver, script):
         self.job, self.deliver, self.script = job, deliver, iter(script)
@@ -59,9 +73,11 @@ class FakeEngine(Engine):
 
     Attributes:
       seats: how many answers run at once; the others wait in order of arrival.
+      most_open: how many may run and wait.
       submitted, admitted: the jobs so far.
       delivered: how many tokens so far.
       open: answers that have not ended.
+      app: the application that serves it.
       cancelled: set when an answer is cancelled before its end.
     """
 
@@ -79,6 +95,7 @@ class FakeEngine(Engine):
     def reset(self):
         self.say("hello<|im_end|>")
         self.submitted, self.admitted, self.delivered, self.seats = [], [], 0, 8
+        self.most_open = 1000
         self.gate, self.reached, self.cancelled = (threading.Event() for _ in range(3))
         self.failure: Exception | None = None
 
@@ -92,7 +109,9 @@ class FakeEngine(Engine):
             return len(self._waiting) + len(self._running)
 
     def stats(self):
-        return {"running": len(self._running), "waiting": len(self._waiting)}
+        return {"running": len(self._running), "waiting": len(self._waiting), "free_pages": 3,
+                "held_pages": 1, "evictable_pages": 4, **dataclasses.asdict(Counters()),
+                "compilations": 0, "host_seconds": 0.0, "device_seconds": 0.0}
 
     def say(self, *script: str | int | object):
         """Texts, token ids, WAIT, SKIP or an exception, in order; "<|im_end|>" ends the turn."""
@@ -108,6 +127,10 @@ class FakeEngine(Engine):
         if max(history.largest_birth, history.next_position + 1) > self.context_length:
             raise ContextLengthExceeded(
                 f"needs position {history.next_position + 1} of {self.context_length}: drop more")
+
+    def check_queue(self, count):
+        if self.open + count > self.most_open:
+            raise QueueFull(f"{self.open} of {self.most_open} are here: come again in 7 s", 7)
 
     def max_new_tokens(self, history):
         return self.context_length - history.next_position
@@ -133,7 +156,17 @@ class FakeEngine(Engine):
         thread, self._thread = self._thread, None
         with self._changed:
             self._changed.notify()
+        if thread is not None:
+            thread.join()
+        for generation in [*self._waiting, *self._running]:
+            self.end(generation)
+            generation.deliver(End("error", ShuttingDown()))
+
+    def die(self):
+        """As if a fault had ended the thread."""
+        thread, self._thread = self._thread, None
         thread.join()
+        self._thread = thread
 
     def end(self, generation, cancelled=False):
         with self._changed:
@@ -150,6 +183,7 @@ class FakeEngine(Engine):
                     generation = self._waiting.pop(0)
                     self.admitted.append(generation.job)
                     generation.usage = self.plan(None, generation.job.history, "").usage
+                    generation.admitted = time.perf_counter()
                     self._running.append(generation)
                 if not self._running:
                     self._changed.wait(0.1)
@@ -214,15 +248,19 @@ def read_events(response: httpx.Response) -> list[Any]:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine) -> Iterator[tuple[ChatTemplate, str]]:
+def serving(engine: FakeEngine, **options) -> Iterator[tuple[ChatTemplate, str]]:
     """Serve it on a free port of this machine, from a thread; the chat template and the URL."""
     chat = ChatTemplate(TEMPLATE, engine.tokenizer)
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, chat), port=0, log_level="critical"))
+    engine.app = create_app(engine, chat, **options)
+    server = uvicorn.Server(uvicorn.Config(engine.app, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         threading.Event().wait(0.01)
-    yield chat, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield chat, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        engine.gate.set()
+        server.should_exit = True
+        thread.join()

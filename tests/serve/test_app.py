@@ -112,8 +112,8 @@ def test_models_and_health(served):
     assert card.pop("created") > 1_700_000_000
     assert card == {"id": "fake", "object": "model", "owned_by": "kvfunc", "max_model_len": 1000,
                     "kv_bytes_per_token": 64}
-    assert served.client.get("/health").json() == {
-        "status": "ok", "engine": {"running": 0, "waiting": 0}}
+    health = served.client.get("/health").json()
+    assert health["status"] == "ok" and health["engine"]["running"] == 0
 
 
 # Ends
@@ -233,7 +233,7 @@ def test_what_is_underway_when_a_stop_string_is_found_is_ignored(served, monkeyp
             deliver(Token(token_id, None, ()))
         deliver(End("length"))
         usage = served.engine.plan(job.tokens, job.history, job.salt).usage
-        return types.SimpleNamespace(usage=usage, cancel=lambda: None)
+        return types.SimpleNamespace(usage=usage, admitted=0.0, preempted=0, cancel=lambda: None)
 
     monkeypatch.setattr(served.engine, "submit", submit)
     response = served.ask(n=2, stop="b").json()

@@ -158,7 +158,7 @@ def test_one_choice_that_fails_ends_all(served, stream):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_choice_that_finds_no_place_takes_back_those_before_it(served, stream, monkeypatch):
-    submit, full = served.engine.submit, CapacityExceeded("the queue is full: ask again later")
+    submit, full = served.engine.submit, CapacityExceeded("no room for this prompt")
 
     def submit_two(job, deliver):
         if len(served.engine.submitted) == 2:

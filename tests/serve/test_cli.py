@@ -35,6 +35,8 @@ STUBBED_SERVE = """
             print("engine", kv_tokens, options)
         def warm_up(self, progress):
             progress("step", 1, 1)
+        def close(self):
+            pass
 
     def module(name, **contents):
         sys.modules[name] = types.ModuleType(name)
@@ -54,7 +56,14 @@ STUBBED_SERVE = """
 
     module("kvfunc.models", load=load)
     module("kvfunc.serve.engine", Engine=Engine)
-    module("kvfunc.serve.app", create_app=lambda *_: Starlette(routes=[Route("/health", health)]))
+    def create_app(engine, chat, **options):
+        from kvfunc.serve.door import Drain
+        print("app", options)
+        web = Starlette(routes=[Route("/health", health)])
+        web.state.drain = Drain(engine)
+        return web
+
+    module("kvfunc.serve.app", create_app=create_app)
     from kvfunc.serve.cli import main
     main()
 """
@@ -221,7 +230,8 @@ def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
     with stubbed_serve(
         *("--port", "0", "--kv-tokens", "5000", "--served-model-name", "mine"),
         *("--kv-dtype", "fp8", "--page-size", "8", "--max-num-seqs", "3"),
-        *("--max-num-batched-tokens", "99", "--eviction-policy", "lru"),
+        *("--max-num-batched-tokens", "99", "--eviction-policy", "lru", "--max-queue", "7"),
+        *("--api-key", "one,two", "--api-key", "three", "--request-timeout", "2.5"),
     ) as process:
         printed = []
         for line in process.stdout:
@@ -234,8 +244,10 @@ def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
     assert process.returncode == 0
     assert rest == "stopped\n"
     options = {"kv_dtype": "float8_e4m3fn", "context_length": None, "page_size": 8,
-               "max_num_seqs": 3, "chunk": 99, "policy": "lru"}
+               "max_num_seqs": 3, "chunk": 99, "policy": "lru", "max_queue": 7}
     assert f"engine 5000 {options}\n" in printed
+    options = {"api_keys": ["one", "two", "three"], "request_timeout": 2.5}
+    assert f"app {options}\n" in printed
     assert "compiled steps (tokens x rows): 1 x 40, 512 x 40\n" in printed
     assert ("mine: context 40 tokens; 3 requests at once; KV cache 5,000 tokens of fp8 in pages of "
             "8, 5.0 MB\n") in printed

@@ -2,10 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import json
+import logging
 import pathlib
+import socket
 import threading
 import uuid
 
+import httpx
 import jax.numpy as jnp
 import openai
 import pytest
@@ -15,6 +19,10 @@ from kvfunc.serve import cli, replay
 from kvfunc.serve.app import create_app
 from kvfunc.serve.client import Client, Refused
 from kvfunc.serve.engine import Engine
+from kvfunc.serve.requestlog import LOGGER
+
+from .test_engine import assert_nothing_leaks
+from .test_operations import assert_agree, eventually, scraped
 
 # The first rounds of five agent runs without their system message, from tau-bench (MIT).
 FIVE_RUNS = pathlib.Path(__file__).parents[1] / "data" / "five_runs.jsonl"
@@ -280,6 +288,107 @@ def test_a_client_that_leaves_makes_room_for_the_next(client):
     with contextlib.closing(client.chat.completions.create(**asked, stream=True)) as stream:
         next(iter(stream))
     assert client.chat.completions.create(**asked, max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.fixture
+def steps(engine, monkeypatch):
+    """After every step: (sequences that were given up before it, and those that are there)."""
+    seen, step = [], engine.step
+
+    def sequences():
+        return [*engine.scheduler.running, *engine.scheduler.waiting]
+
+    def watched():
+        given_up = {s for s in sequences() if s.cancelled}
+        more = step()
+        assert_nothing_leaks(engine)
+        seen.append((given_up, {*sequences()}))
+        return more
+
+    monkeypatch.setattr(engine, "step", watched)
+    return seen
+
+
+def leave(url, until, **body):
+    """Ask, and hang up when something holds."""
+    content = json.dumps(body).encode()
+    with socket.create_connection(url.removeprefix("http://").split(":")) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
+                           b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        eventually(until, 300)  # steps may have to be compiled
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_gives_the_pages_back_in_one_step_and_leaves_the_kv(
+        client, url, engine, steps, stream):
+    salt = str(uuid.uuid4())
+    messages = [{"role": "user", "content": f"Count to one thousand. {'Go on. ' * 40}"}]
+    asked = dict(messages=messages, temperature=0, ignore_eos=True, cache={"salt": salt})
+    leave(url, lambda: any(s.generated > 3 for s in engine.scheduler.running), **asked,
+          stream=stream)
+    eventually(lambda: not engine._open and not engine.scheduler.running)
+    assert any(given_up for given_up, _ in steps)
+    assert not any(given_up & there for given_up, there in steps)
+    pages = engine.scheduler.pages
+    assert pages.held == 0 and pages.free + pages.evictable == pages.count
+    usage = ask(client, messages, salt=salt).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_a_fault_of_the_device_is_a_500_and_the_next_request_is_answered(
+        url, client, engine, monkeypatch):
+    body = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4,
+            "temperature": 0}
+    said = client.chat.completions.create(model="SmolLM2-135M-Instruct", **body).choices[0].message
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_call_step", lambda *arguments: 1 / 0)
+        for stream in (False, True):
+            response = httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": stream},
+                                  trust_env=False, timeout=60)
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "internal_error"
+    assert httpx.get(f"{url}/health/ready", trust_env=False).status_code == 200
+    assert client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", **body).choices[0].message == said
+
+
+def test_metrics_and_log_agree_while_clients_leave_and_time_out(url, engine, steps, caplog):
+    caplog.set_level(logging.INFO, LOGGER)
+    http = httpx.Client(base_url=url, trust_env=False, timeout=60)
+
+    def body(i, **fields):
+        return {"messages": [{"role": "user", "content": f"Tell me about the number {i % 5}."}],
+                "max_tokens": 4 + i % 9} | fields
+
+    def one(i):
+        if i % 6 == 0:
+            before = len(steps)
+            leave(url, lambda: len(steps) > before + i % 5,
+                  **body(i, stream=i % 4 == 0, max_tokens=400, ignore_eos=True))
+        elif i % 6 == 1:
+            http.post("/v1/chat/completions", json=body(
+                i, timeout=0.3, max_tokens=400, ignore_eos=True))
+        else:
+            http.post("/v1/chat/completions", json=body(
+                i, n=1 + i % 3, stream=i % 2 == 0, temperature=i % 8))  # of which 3 and up are bad
+
+    with http:
+        eventually(lambda: not engine._open)
+        before = scraped(http, engine.name)
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            list(pool.map(one, range(36)))
+
+        def lines():
+            return [json.loads(r.message) for r in caplog.records if r.name == LOGGER]
+
+        eventually(lambda: len(lines()) >= 36)
+        after = scraped(http, engine.name)
+    assert {line["error"] for line in lines()} == {
+        None, "invalid_value", "timeout", "client_closed_request"}
+    difference = {name: after[name] - before.get(name, 0) for name in after}
+    assert_agree(difference, lines(), 1e-6)
+    assert not any(given_up & there for given_up, there in steps)
+    assert not engine._open and engine.scheduler.pages.held == 0
 
 
 @contextlib.contextmanager
