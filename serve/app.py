@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from anyio.to_thread import run_sync
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -22,35 +21,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvfunc.history import Event, History, Range
-from kvfunc.models.chat import ChatTemplate, Rendered
-from kvfunc.policies import Part, Schedule
+from kvfunc.models.chat import ChatTemplate
 
-from . import events as message_events
 from . import protocol
 from .answer import Choice, Step, answer
 from .door import RETRY_AFTER_SECONDS, Door, Drain, refusal, shutting_down
-from .drops import hidden
 from .engine import Engine
-from .errors import ApiError, invalid, read_json
-from .interface import (
-    CapacityExceeded,
-    ContextLengthExceeded,
-    EngineFailed,
-    Job,
-    QueueFull,
-    ShuttingDown,
-    TimedOut,
-)
+from .errors import ApiError, read_json
+from .interface import CapacityExceeded, EngineFailed, QueueFull, ShuttingDown, TimedOut
 from .metrics import Metrics
-from .protocol import ChatRequest, CompletionRequest
+from .prepare import Preparation
 from .requestlog import CLIENT_LEFT, RequestRecord
 from .responses import ChatReply, CompletionReply, Reply
-from .spans import Layout
-from .thinking import Thinking
-from .turns import Turns
-
-MAX_ANSWERS = 1024  # of one request: prompts times n
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -118,10 +100,10 @@ def _guarded(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awai
 class _Api:
     def __init__(self, engine: Engine, chat: ChatTemplate, warnings: tuple[str, ...], drain: Drain,
                  metrics: Metrics, timeout: float | None):
-        self._engine, self._chat, self._warnings = engine, chat, warnings
+        self._engine, self._warnings = engine, warnings
+        self._prepare = Preparation(engine, chat, warnings)
         self._drain, self._metrics, self._timeout = drain, metrics, timeout
         self._created = int(time.time())
-        self._turns = Turns()
 
     async def health(self, request: Request) -> Response:
         status = "ok" if self._engine.alive else "failed"
@@ -146,13 +128,13 @@ class _Api:
 
     @_guarded
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
+        self._prepare.check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
     @_guarded
     async def chat_completions(self, request: Request) -> Response:
         body = await _json_body(request)
-        asked, choices, warnings, plan = await run_sync(self._prepare_chat, body)
+        asked, choices, warnings, plan = await run_sync(self._prepare.chat, body)
         if plan is not None:
             return JSONResponse(plan)
         reply = ChatReply(self._engine.name, self._engine.tokenizer, asked.logprobs or False,
@@ -162,7 +144,7 @@ class _Api:
     @_guarded
     async def completions(self, request: Request) -> Response:
         body = await _json_body(request)
-        asked, choices = await run_sync(self._prepare_completion, body)
+        asked, choices = await run_sync(self._prepare.completion, body)
         reply = CompletionReply(self._engine.name, self._engine.tokenizer,
                                 asked.logprobs is not None, asked.choices)
         return await self._respond(request, asked, choices, reply, self._warnings)
@@ -172,110 +154,6 @@ class _Api:
         return {"id": engine.name, "object": "model", "created": self._created,
                 "owned_by": "kvfunc", "max_model_len": engine.context_length,
                 "kv_bytes_per_token": engine.kv_bytes_per_token}
-
-    def _check(self, asked: protocol.Request) -> None:
-        self._check_model(asked.model)
-        asked.check_token_ids(self._engine.tokenizer.vocab_size)
-        prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
-        most = min(MAX_ANSWERS, self._engine.most_open)
-        if prompts * asked.choices > most:
-            raise invalid("n" if prompts == 1 else "prompt", prompts * asked.choices,
-                          f"this server takes at most {most} answers a request, which is prompts "
-                          "times n; send several requests, or restart it with a larger --max-queue")
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._engine.name):
-            raise ApiError(f"the model {name!r} is not served here: use {self._engine.name!r}",
-                           param="model", code="model_not_found", status=404)
-
-    def _prepare_chat(self, body: dict[str, Any]) -> tuple[
-            ChatRequest, list[Choice], list[str], dict[str, Any] | None]:
-        asked = ChatRequest.parse(body)
-        self._check(asked)
-        edits = asked.edits(self._chat.thinking)
-        messages = asked.conversation
-        rendered = self._render(asked, body)
-        setting = [asked.salt, body.get("tools"), body.get("chat_template_kwargs")]
-        warnings = [*self._warnings, *rendered.warnings,
-                    *([] if asked.explain else
-                      self._turns.check(setting, messages, rendered.tokens))]
-        schedule = Schedule()
-        if (edits or asked.drops_thinking) and not rendered.monotonic:
-            raise ApiError("this model's chat template moves messages, so that events have no "
-                           "place between them: leave out drop, reposition, policy and "
-                           "drop_thinking", param="cache", code="unsupported_value")
-        if isinstance(edits, Schedule):
-            schedule = edits
-            warnings += message_events.broken_calls(schedule, messages)
-        elif edits is not None:  # a policy, which breaks calls from their results knowingly
-            schedule = edits(message_events.units(messages, rendered.owner))
-        events, thinking = self._events(asked, schedule, rendered)
-        choices = self._choices(asked, rendered.tokens, events, "messages", thinking)
-        plan = None
-        if asked.explain:
-            job = choices[0].job
-            described = self._engine.plan(job.tokens, job.history, job.salt)
-            plan = {"model": self._engine.name, **message_events.describe(
-                described, job.history, messages, rendered.owner, warnings)}
-        return asked, choices, warnings, plan
-
-    def _events(self, asked: ChatRequest, schedule: Schedule, rendered: Rendered) -> tuple[
-            list[Event], Thinking | None]:
-        """The prompt's events, and what the answer is to drop of itself."""
-        messages, tags = asked.conversation, self._chat.thinking
-        piece = self._engine.tokenizer.piece
-        layout = Layout(rendered, tags, piece)
-        parts = _parts(asked, schedule, layout)
-        thoughts: list[tuple[int, Range]] = []
-        thinking = None
-        if asked.drops_thinking:
-            header = len(messages)
-            speakers = [index for index in range(header) if messages[index]["role"] == "assistant"]
-            thoughts = [thought for owner in (*speakers, header)
-                        for thought in layout.thinking(owner)]
-            thinking = Thinking(tags, piece, layout.start(header))
-        return message_events.events(schedule, len(messages), rendered.owner, parts,
-                                     thoughts), thinking
-
-    def _render(self, asked: ChatRequest, body: dict[str, Any]) -> Rendered:
-        try:
-            return self._chat.render(asked.conversation, tools=body.get("tools") or None,
-                                     **asked.chat_template_kwargs or {})
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ApiError(f"{error}: change the messages, the tools or chat_template_kwargs",
-                           param="messages", code="invalid_value") from error
-
-    def _prepare_completion(self, body: dict[str, Any]) -> tuple[CompletionRequest, list[Choice]]:
-        asked = CompletionRequest.parse(body)
-        self._check(asked)
-        return asked, [choice for param, prompt in asked.prompts.items()
-                       for choice in self._choices(asked, self._encode(prompt, param), [], param)]
-
-    def _encode(self, prompt: str | list[int], param: str) -> np.ndarray:
-        tokenizer = self._engine.tokenizer
-        if isinstance(prompt, str):
-            ids = tokenizer.encode(prompt)
-            if tokenizer.adds_bos and ids[:1] != [tokenizer.bos_id]:
-                ids = [tokenizer.bos_id, *ids]
-            return np.array(ids, np.int32)
-        protocol.check_token_ids(prompt, param, tokenizer.vocab_size)
-        return np.array(prompt, np.int32)
-
-    def _choices(self, asked: protocol.Request, tokens: np.ndarray, events: list[Event],
-                 param: str, thinking: Thinking | None = None) -> list[Choice]:
-        if not len(tokens):
-            raise ApiError(f"{param} has no tokens: give some text", param=param,
-                           code="invalid_value")
-        history = History(len(tokens), events)
-        try:
-            self._engine.check(history)
-        except ContextLengthExceeded as error:
-            raise ApiError(str(error), param=param, code="context_length_exceeded") from error
-        room = self._engine.max_new_tokens(history)
-        limit = min(asked.token_limit or room, room)
-        return [Choice(Job(tokens, history, asked.salt, limit, sampling, thinking),
-                       asked.stop_strings, has_own_prompt=place == 0)
-                for place, sampling in enumerate(asked.samplings(self._engine.tokenizer.stop_ids))]
 
     async def _respond(self, request: Request, asked: protocol.Request, choices: Sequence[Choice],
                        reply: Reply, warnings: Sequence[str]) -> Response:
@@ -293,23 +171,6 @@ class _Api:
         first = await _while_connected(request, anext(steps))  # a failure is a plain HTTP error
         return _EventStream(steps, _stream(steps, first, len(choices), reply,
                                            asked.wants_usage_chunk, warnings, record))
-
-
-def _parts(asked: ChatRequest, schedule: Schedule, layout: Layout) -> dict[Part, list[Range]]:
-    """The tokens of every part of a message that is dropped; what was named must be printed."""
-    for place, message in enumerate(schedule.reposition if asked.reposition else ()):
-        if not layout.prints(message):
-            raise invalid(f"reposition[{place}]", message, "the chat template prints nothing of "
-                          "this message, so that it has no end; give another")
-    parts: dict[Part, list[Range]] = {}
-    for trigger, items in schedule.drop.items():
-        for place, item in enumerate(items):
-            if isinstance(item, Part):
-                ranges = layout.part(item)
-                if ranges is None and asked.names_parts:
-                    raise hidden(item, asked.conversation, asked.name_of(trigger, place))
-                parts[item] = ranges or []
-    return parts
 
 
 class _EventStream(StreamingResponse):

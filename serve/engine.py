@@ -47,6 +47,7 @@ from .scheduler import Counters, Scheduler, Work
 from .sequence import Sequence, most_slots
 
 ROWS = 8192  # of a compiled step; a request that needs more runs alone, in a step of its own
+ROWS_OF_ONE = 1024  # of the smallest step, whose time goes with its rows too
 BETWEEN = (64, 256)  # compiled numbers of queries between one for each request and a whole chunk
 SERVICE_WEIGHT = 0.1  # of the newest answer in the mean time that answers take
 
@@ -107,6 +108,8 @@ class Engine:
         most_rows = min(self.context_length, self.kv_tokens)
         self._rows = min(ROWS, most_rows)
         self.shapes = [(size, self._rows) for size in self._sizes]  # (tokens, rows) of steps
+        if len(self.shapes) > 1:  # a larger one takes what has more rows
+            self.shapes[0] = least, min(ROWS_OF_ONE, self._rows)
         if most_rows > self._rows:
             self.shapes.append((least, most_rows))
         work_of_token = sum(math.prod(shape) for place, shape in shapes(config).items()

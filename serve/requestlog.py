@@ -165,7 +165,8 @@ class RequestRecord:
                 "prompt_tokens", "cached_tokens", "repos_tokens", "drop_skipped_tokens",
                 "approximate_tokens", "computed_tokens")},
             "generated_tokens": self.generated,
-            "generated_dropped_tokens": sum(answer.dropped for answer in self._answers), "queue_s": self._queue, "ttft_s": self._first,
+            "generated_dropped_tokens": sum(answer.dropped for answer in self._answers),
+            "queue_s": self._queue, "ttft_s": self._first,
             "e2e_s": seconds, "inter_token": {"count": self._gaps, "sum_s": self._gap_seconds},
             "preempted": sum(answer.generation.preempted for answer in self._answers)}
 

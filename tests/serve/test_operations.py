@@ -17,9 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvfunc.serve.answer import Choice, answer
-from kvfunc.serve.app import MAX_ANSWERS
 from kvfunc.serve.interface import TimedOut
 from kvfunc.serve.metrics import Metrics
+from kvfunc.serve.prepare import MAX_ANSWERS
 from kvfunc.serve.requestlog import LOGGER, RequestRecord
 
 from .fake import FakeEngine, Served, read_events, serving
