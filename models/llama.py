@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvfunc.attention import segment_attention
+from kvfunc.linear import int8_product
 from kvfunc.models.config import ModelConfig
 from kvfunc.models.params import Params
 from kvfunc.quantize import Quantized, quantize
@@ -27,9 +28,7 @@ def project(x: Float[Array, "n in"],
     """x W^T in float32. With int8 weights x is rounded to int8 as well, each token for itself."""
     if not isinstance(weight, Quantized):
         return jnp.einsum("ni,oi->no", x, weight, preferred_element_type=jnp.float32)
-    x = quantize(x, jnp.int8)
-    sums = jnp.einsum("ni,oi->no", x.values, weight.values, preferred_element_type=jnp.int32)
-    return sums.astype(jnp.float32) * x.scales[:, None] * weight.scales[None]
+    return int8_product(quantize(x, jnp.int8), weight)
 
 
 class Linear(nn.Module):

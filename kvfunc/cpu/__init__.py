@@ -1,4 +1,4 @@
-"""Segment attention in C for CPUs, compiled where it runs by the C compiler that is there.
+"""Attention and int8 products in C for CPUs, compiled by the compiler that is there.
 
 XLA's loops run on one core and its thin products below full speed; this goes over the same blocks
 on all cores of XLA's own thread pool, and on AMX for bfloat16 where the machine has it. The
@@ -27,11 +27,12 @@ from kvfunc.quantize import Quantized
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 
-SOURCE = pathlib.Path(__file__).with_name("attention.c")
+SOURCES = [pathlib.Path(__file__).with_name(name)
+           for name in ("attention.c", "int8.c", "common.h")]
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fno-signed-zeros", "-fvisibility=hidden", "-shared", "-fPIC")
 TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8", "float8_e4m3fn")))
-_TARGET = "kvfunc_segment_attention"
+_ATTENTION, _PRODUCT = TARGETS = "kvfunc_segment_attention", "kvfunc_int8_product"
 _log = logging.getLogger(__name__)
 
 
@@ -40,19 +41,32 @@ def supports(stored: jax.Array | Quantized) -> bool:
     return stored.dtype in TYPES
 
 
-@functools.cache
 def unavailable() -> str | None:
     """Why it cannot be used here, None if it can. The first call compiles, if nobody has before."""
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+def has_int8() -> bool:
+    """Whether products of int8 can be used here: they need AMX."""
+    library = _library()
+    return not isinstance(library, str) and bool(library.kvfunc_has_int8())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The compiled library, or why there is none."""
     try:
         library = ctypes.CDLL(str(_compiled()))
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(getattr(library, _TARGET)),
-                                    platform="cpu")
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)),
+                                        platform="cpu")
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         _log.warning("segment attention runs on XLA, which is slower: the C compiler %r failed: "
                      "%s; install one, or name it in CC", shlex.join(_compiler()), said)
         return f"it could not be compiled: {said}"
-    return None
+    return library
 
 
 def attend(q: jax.Array, k: jax.Array | Quantized, v: jax.Array | Quantized, rows: Rows,
@@ -65,10 +79,16 @@ def attend(q: jax.Array, k: jax.Array | Quantized, v: jax.Array | Quantized, row
     head = q.shape[:2]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (head, head, q.shape)]
     columns = (getattr(rows, name) for name in Rows.COLUMNS)
-    return tuple(jax.ffi.ffi_call(_TARGET, results)(
+    return tuple(jax.ffi.ffi_call(_ATTENTION, results)(
         q.astype(jnp.float32), k, v, k_scales, v_scales, *columns, rows.query_raw, births,
         turn.cos, turn.sin, scale=np.float32(scale), window=np.int32(window or 0),
         softcap=np.float32(softcap or 0), interleaved=np.int32(turn.interleaved)))
+
+
+def int8_product(x: Quantized, weight: Quantized) -> jax.Array:
+    """x W^T in float32, of int8 [n, in] and [out, in]; as `linear.int8_product`."""
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(_PRODUCT, result)(x.values, x.scales, weight.values, weight.scales)
 
 
 def _compiler() -> list[str]:
@@ -76,21 +96,22 @@ def _compiler() -> list[str]:
 
 
 def _compiled() -> pathlib.Path:
-    """The library for this machine, source, compiler and JAX, made if it is not there yet."""
+    """The library for this machine, sources, compiler and JAX, made if it is not there yet."""
     compiler, include = _compiler(), pathlib.Path(jax.ffi.include_dir())
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
     flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
-    inputs = [SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor().encode(),
-              (include / "xla/ffi/api/c_api.h").read_bytes()]
+    inputs = [*(source.read_bytes() for source in SOURCES), version, " ".join(flags).encode(),
+              _processor().encode(), (include / "xla/ffi/api/c_api.h").read_bytes()]
     name = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
     root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    made = root / "kvfunc" / f"attention-{name}.so"
+    made = root / "kvfunc" / f"cpu-{name}.so"
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as folder:
             built = pathlib.Path(folder) / made.name
-            subprocess.run([*compiler, *flags, f"-I{include}", str(SOURCE), "-o", str(built),
-                            "-lm"], capture_output=True, check=True, text=True)
+            subprocess.run([*compiler, *flags, f"-I{include}",
+                            *(str(source) for source in SOURCES if source.suffix == ".c"), "-o",
+                            str(built), "-lm"], capture_output=True, check=True, text=True)
             built.replace(made)  # whole or not at all, whoever else is building it
     return made
 

@@ -5,20 +5,9 @@
    are turned once a row. Blocks of bfloat16 run on AMX where the machine has it. */
 
 #include <math.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "xla/ffi/api/c_api.h"
-
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define AMX 1
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "common.h"
 
 enum {
   LANES = 16,  /* floats of a vector; compilers split it where registers are narrower */
@@ -79,9 +68,6 @@ static inline floats exp_below(floats x) {
   return where(x < every(-87.33f), every(0.0f), p * (floats)exponent);
 }
 
-static inline int up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* ---- what is stored ---- */
 
@@ -353,48 +339,14 @@ static void plain_block(const problem *p, int64_t slot, int kv_head, int count, 
 
 #ifdef AMX
 
-static int amx_is_allowed(void) {
-  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-}
-
-static void configure_tiles(void) {
-  struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  } config = {.palette = 1};
-  for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
-  _tile_loadconfig(&config);
-}
-
 /* 16 keys, 32 dims each, to rows of (dim pair) x (key), as the second operand has to lie. */
-static void transpose_pairs(const uint16_t *from, int64_t stride, int keys, int dims,
-                            uint16_t *to) {
-  __m512i row[16], next[16];
+static void transpose_keys(const uint16_t *from, int64_t stride, int keys, int dims,
+                           uint16_t *to) {
+  __m512i row[16];
   __mmask32 mask = dims >= 32 ? ~0u : (1u << dims) - 1;
   for (int i = 0; i < 16; i++)
     row[i] = i < keys ? _mm512_maskz_loadu_epi16(mask, from + i * stride) : _mm512_setzero_si512();
-  for (int i = 0; i < 16; i += 2) {
-    next[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
-    next[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    row[i] = _mm512_unpacklo_epi64(next[i], next[i + 2]);
-    row[i + 1] = _mm512_unpackhi_epi64(next[i], next[i + 2]);
-    row[i + 2] = _mm512_unpacklo_epi64(next[i + 1], next[i + 3]);
-    row[i + 3] = _mm512_unpackhi_epi64(next[i + 1], next[i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    next[i] = _mm512_shuffle_i32x4(row[i], row[i + 4], 0x88);
-    next[i + 4] = _mm512_shuffle_i32x4(row[i], row[i + 4], 0xdd);
-    next[i + 8] = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0x88);
-    next[i + 12] = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    row[i] = _mm512_shuffle_i32x4(next[i], next[i + 8], 0x88);
-    row[i + 8] = _mm512_shuffle_i32x4(next[i], next[i + 8], 0xdd);
-  }
+  transpose(row);
   for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + 32 * i, row[i]);
 }
 
@@ -466,8 +418,8 @@ static void amx_block(const problem *p, int64_t slot, int kv_head, int count, sc
   const uint16_t *v = (const uint16_t *)p->v.values + first;
   for (int d = 0; d < s->width; d += 32)
     for (int i = 0; i < padded; i += 16)
-      transpose_pairs(k + i * stride + d, stride, count - i, p->dim - d,
-                      s->k16 + 512 * (d / 32 * (BLOCK / 16) + i / 16));
+      transpose_keys(k + i * stride + d, stride, count - i, p->dim - d,
+                     s->k16 + 512 * (d / 32 * (BLOCK / 16) + i / 16));
   for (int r = 0; r < s->n; r += 32)
     tiles_product(s->n - r, s->q16 + (int64_t)r * s->width, s->width, s->k16, BLOCK / 16, s->width,
                   s->scores + (int64_t)r * BLOCK, BLOCK, padded, 0);
@@ -484,10 +436,8 @@ static void amx_block(const problem *p, int64_t slot, int kv_head, int count, sc
 
 #endif
 
-static int has_amx;
-
 static int on_amx(const problem *p) {
-  return has_amx && p->k.kind == BFLOAT16 && p->v.kind == BFLOAT16;
+  return amx_is_allowed() && p->k.kind == BFLOAT16 && p->v.kind == BFLOAT16;
 }
 
 static size_t carve(char **at, size_t bytes) {
@@ -541,7 +491,17 @@ static void write_out(const problem *p, const tile *t, const task *job, const sc
   }
 }
 
-static void run_task(const problem *p, const tile *t, const task *job, char *memory) {
+typedef struct {
+  const problem *problem;
+  const tile *tiles;
+  const task *tasks;
+} work;
+
+static void run_task(const void *context, int index, char *memory) {
+  const work *w = context;
+  const problem *p = w->problem;
+  const task *job = &w->tasks[index];
+  const tile *t = &w->tiles[job->tile];
   scratch s;
   memset(memory, 0, lay_out(p, t->count * p->group, memory, &s));
   for (int r = 0; r < s.n; r++) s.m[r] = -INFINITY;
@@ -582,58 +542,6 @@ static void run_task(const problem *p, const tile *t, const task *job, char *mem
 }
 
 /* ---- all tasks ---- */
-
-typedef struct {
-  const problem *problem;
-  const tile *tiles;
-  const task *tasks;
-  int count;
-  size_t memory; /* bytes of scratch a thread needs */
-  atomic_int next, done, holders, out_of_memory;
-} work;
-
-static void leave(work *w) {
-  if (atomic_fetch_sub(&w->holders, 1) == 1) free(w);
-}
-
-static void run_tasks(work *w) {
-  char *memory = NULL;
-  for (int i; (i = atomic_fetch_add(&w->next, 1)) < w->count; atomic_fetch_add(&w->done, 1)) {
-    if (!memory) memory = aligned_alloc(64, up(w->memory, 64));
-    if (memory)
-      run_task(w->problem, &w->tiles[w->tasks[i].tile], &w->tasks[i], memory);
-    else
-      atomic_store(&w->out_of_memory, 1);
-  }
-  free(memory);
-}
-
-static void help(void *data) {
-  run_tasks(data);
-  leave(data);
-}
-
-/* Runs all tasks on the caller and on as many others of the pool as there is work for. Whoever
-   comes late finds nothing left, so nobody waits for a thread that never starts. */
-static int run_all(XLA_FFI_CallFrame *frame, int threads, work *w) {
-  int helpers = least(threads, w->count) - 1;
-  atomic_store(&w->holders, 1);
-  for (int i = 0; i < helpers; i++) {
-    XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL,
-                                             frame->ctx, help, w};
-    atomic_fetch_add(&w->holders, 1);
-    XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
-    if (error) {
-      XLA_FFI_Error_Destroy_Args destroy = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-      frame->api->XLA_FFI_Error_Destroy(&destroy);
-      leave(w);
-      break;
-    }
-  }
-  run_tasks(w);
-  while (atomic_load(&w->done) < w->count) sched_yield(); /* what is left is under way */
-  return atomic_load(&w->out_of_memory);
-}
 
 static void merge(float *m, float *l, float *acc, const float *part, int dim) {
   float largest = *m > part[0] ? *m : part[0];
@@ -704,8 +612,7 @@ static const char *attend(XLA_FFI_CallFrame *frame, const problem *p, int thread
   }
   task *tasks = malloc(sizeof(task) * (count + 1));
   float *partials = malloc(4 * (partial + 1));
-  work *w = calloc(1, sizeof *w);
-  const char *fault = !tasks || !partials || !w ? no_memory : NULL;
+  const char *fault = !tasks || !partials ? no_memory : NULL;
   if (!fault) {
     float *next = partials;
     int made = 0;
@@ -730,10 +637,9 @@ static const char *attend(XLA_FFI_CallFrame *frame, const problem *p, int thread
         memset(p->acc + at * p->dim, 0, 4 * (int64_t)p->heads * p->dim);
       }
     scratch s;
-    w->problem = p, w->tiles = tiles, w->tasks = tasks, w->count = made;
-    w->memory = lay_out(p, vectors, NULL, &s);
-    if (run_all(frame, threads, w)) fault = no_memory;
-    leave(w);
+    work w = {p, tiles, tasks};
+    if (run_all(frame, threads, run_task, &w, made, lay_out(p, vectors, NULL, &s)))
+      fault = no_memory;
     for (int i = 0; !fault && i < made; i++) {
       const task *job = &tasks[i];
       const tile *t = &tiles[job->tile];
@@ -744,20 +650,12 @@ static const char *attend(XLA_FFI_CallFrame *frame, const problem *p, int thread
               job->partial + (int64_t)r * (p->dim + 2), p->dim);
       }
     }
-  } else {
-    free(w);
   }
   free(tiles), free(writers), free(tasks), free(partials);
   return fault;
 }
 
 /* ---- the call from XLA ---- */
-
-static XLA_FFI_Error *failure(XLA_FFI_CallFrame *frame, const char *message) {
-  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message,
-                                    XLA_FFI_Error_Code_INTERNAL};
-  return frame->api->XLA_FFI_Error_Create(&args);
-}
 
 static const void *attribute(const XLA_FFI_CallFrame *frame, const char *name) {
   for (int64_t i = 0; i < frame->attrs.size; i++) {
@@ -778,15 +676,8 @@ static kind kind_of(XLA_FFI_DataType type) {
   }
 }
 
-__attribute__((visibility("default"))) XLA_FFI_Error *kvfunc_segment_attention(
-    XLA_FFI_CallFrame *frame) {
-  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    metadata->traits = 0;
-    return NULL;
-  }
+EXPORTED XLA_FFI_Error *kvfunc_segment_attention(XLA_FFI_CallFrame *frame) {
+  if (asks_for_metadata(frame)) return NULL;
   const XLA_FFI_Buffer *in[17], *out[3];
   if (frame->args.size != 17 || frame->rets.size != 3)
     return failure(frame, "segment attention takes 17 arrays and gives 3");
@@ -809,22 +700,10 @@ __attribute__((visibility("default"))) XLA_FFI_Error *kvfunc_segment_attention(
       .cos = in[15]->data, .sin = in[16]->data,
       .m = out[0]->data, .l = out[1]->data, .acc = out[2]->data,
   };
-  int64_t threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL,
-                                             frame->ctx, &threads};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
-  if (error) {
-    XLA_FFI_Error_Destroy_Args destroy = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-    frame->api->XLA_FFI_Error_Destroy(&destroy);
-    threads = 1;
-  }
-  const char *fault = attend(frame, &p, threads);
+  const char *fault = attend(frame, &p, threads_of(frame));
   return fault ? failure(frame, fault) : NULL;
 }
 
 __attribute__((constructor)) static void prepare(void) {
   fill_fp8_table();
-#ifdef AMX
-  has_amx = amx_is_allowed();
-#endif
 }

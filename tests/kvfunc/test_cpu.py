@@ -123,7 +123,7 @@ def test_an_unknown_implementation_is_named():
 def test_a_failing_compiler_leaves_xla_and_says_so_once(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu.unavailable.cache_clear()
+    cpu._library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "kvfunc.cpu"):
             assert "could not be compiled" in cpu.unavailable()
@@ -137,7 +137,7 @@ def test_a_failing_compiler_leaves_xla_and_says_so_once(monkeypatch, tmp_path, c
         with pytest.raises(NotImplementedError, match="could not be compiled"):
             segment_attention(q, k, v, rows, births, turn, implementation="cpu")
     finally:
-        cpu.unavailable.cache_clear()
+        cpu._library.cache_clear()
 
 
 def test_machines_without_wide_registers_give_the_same(tmp_path):
@@ -149,7 +149,7 @@ def test_machines_without_wide_registers_give_the_same(tmp_path):
          "any_rows or astray or nan"], capture_output=True, text=True,
         env={**os.environ, "CFLAGS": "-march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)})
     assert ran.returncode == 0, ran.stdout
-    assert list(tmp_path.glob("kvfunc/attention-*.so"))
+    assert list(tmp_path.glob("kvfunc/cpu-*.so"))
 
 
 def test_what_is_compiled_is_kept():
