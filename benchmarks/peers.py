@@ -1,7 +1,8 @@
 """Servers side by side: ours in several configurations, and others that speak OpenAI's API.
 
-All are resident in one run and wait in silence while one of them is asked, so that each piece of
-work meets every system within minutes, on the same machine, from the same client. A request names
+All are resident in one run, so that each piece of work meets every system within minutes, on the
+same machine, from the same client. Whoever is not asked is stopped (SIGSTOP), if it was started
+here: some servers spin while they wait and take the time of the one that works. A request names
 the model, messages, greedy sampling, and `ignore_eos`, which all of them know, so that all answer
 with the same number of tokens. Messages are a role and a text: what a template prints of tool calls
 differs between servers, and prompts must not.
@@ -35,7 +36,7 @@ from kvfunc import models
 from kvfunc.models.load import embedded_path
 from kvfunc.models.load_gguf import open_gguf
 from kvfunc.models.tokenizer import Tokenizer, gguf_fields
-from kvfunc.serve.client import serve_command, started_server
+from kvfunc.serve.client import serve_command
 
 KV_TOKENS = 65536
 START_SECONDS = 900
@@ -55,6 +56,20 @@ class System:
     url: str
     model: str
     ours: bool
+    group: int | None = None  # its processes, if it was started here
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run; outside of this it is stopped."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        if self.group is not None:
+            os.killpg(self.group, number)
 
     def counters(self) -> dict[str, float]:
         """What /health counts; nothing of other servers."""
@@ -145,10 +160,13 @@ def systems(args: argparse.Namespace) -> Iterator[list[System]]:
         found = []
         for flags in args.ours_args or [""]:
             command = [*serve_command(None), "--kv-tokens", str(KV_TOKENS), *shlex.split(flags)]
-            url = stack.enter_context(started_server(command))
-            found.append(_system(f"kvfunc {flags}".strip(), url, ours=True))
+            command += ["--port", "{port}"]
+            name = f"kvfunc {flags}".strip()
+            url, group = stack.enter_context(_started(name, shlex.join(command)))
+            found.append(_system(name, url, ours=True, group=group))
         for name, command in map(_named, args.peer_command):
-            found.append(_system(name, stack.enter_context(_started(name, command))))
+            url, group = stack.enter_context(_started(name, command))
+            found.append(_system(name, url, group=group))
         for name, address in map(_named, args.peer):
             url, _, model = address.partition(",")
             found.append(_system(name, url.rstrip("/").removesuffix("/v1"), model))
@@ -162,14 +180,17 @@ def _named(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _system(name: str, url: str, model: str = "", *, ours: bool = False) -> System:
+def _system(name: str, url: str, model: str = "", *, ours: bool = False,
+            group: int | None = None) -> System:
     if not model:
         model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
-    return System(name, url, model, ours)
+    system = System(name, url, model, ours, group)
+    with system.awake():  # asleep from now on
+        return system
 
 
 @contextlib.contextmanager
-def _started(name: str, command: str) -> Iterator[str]:
+def _started(name: str, command: str) -> Iterator[tuple[str, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -181,10 +202,11 @@ def _started(name: str, command: str) -> Iterator[str]:
             if not _ready(process, url):
                 log.seek(0)
                 raise SystemExit(f"{name} did not start. It printed:\n{log.read()[-4000:]}")
-            yield url
+            yield url, process.pid
         finally:
             # Its workers too: they are of its process group.
             with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
                 os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(timeout=60)

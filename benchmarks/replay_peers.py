@@ -9,7 +9,7 @@ outputs and loses the older:
   deleted when full: the same, but only in the round that would not fit the context otherwise, so
     that the rounds between extend each other; at the price of a longer context.
 Tokens in the middle of a history are what the first can spare and the others cannot. Systems take
-turns, round by round, in an order that rotates; all are resident and one has anything to do. Each
+turns, round by round, in an order that rotates; all are resident, and all but one stopped. Each
 contender's first message begins with digits of its own: nothing is found that another one left.
 """
 
@@ -97,7 +97,9 @@ class Contender:
         """One request, and its answer kept."""
         first, *rest = self.edit(messages)
         first = {**first, "content": f"{self.mark} {first['content']}"}
-        self.answers.append(await ask(http, self.system, [first, *rest], max_tokens, self.cache))
+        with self.system.awake():
+            self.answers.append(
+                await ask(http, self.system, [first, *rest], max_tokens, self.cache))
 
 
 def token_counter() -> Callable[[Messages], int]:

@@ -9,7 +9,7 @@ Work, by one client in a process of its own, streaming, greedy, all answers of a
   decode: eight answers of 128 tokens at once, from the first text of the last to begin.
 Chat and agents have 1, 4, 8 and 16 requests in flight. No conversation is begun twice.
 Systems take turns: each piece of work goes to all before the next, in an order that rotates. All
-are resident; only one has anything to do.
+are resident, and all but one stopped.
 
 tok/s is generated tokens over the whole time, but for decode. Prompt tok/s is prompt tokens, cached
 ones too, over the whole time; for prompt and again, over the median time to the first text. Limits
@@ -150,9 +150,10 @@ def reused(answers: list[Answer]) -> float | None:
 
 def measure(done: Work, system: System, bandwidth: float) -> list[dict[str, Any]]:
     """Do a piece of work: a row for each of its parts."""
-    before, start = system.counters(), time.perf_counter()
-    answers = asyncio.run(done.run(system))
-    seconds, after = time.perf_counter() - start, system.counters()
+    with system.awake():
+        before, start = system.counters(), time.perf_counter()
+        answers = asyncio.run(done.run(system))
+        seconds, after = time.perf_counter() - start, system.counters()
     spent = {key: after[key] - before[key] for key in before}
     rows = []
     for name, some, rate, prompts in parts(done, answers, seconds):
@@ -209,7 +210,7 @@ def main() -> None:
         warm_up = [Work("chat", 16, 8, material.questions(16)),
                    Work("chat", 1, 8, [[material.prompt()]])]
         for system in all_systems:
-            with console.status(f"warming up {system.name}"):
+            with console.status(f"warming up {system.name}"), system.awake():
                 for piece in warm_up:
                     asyncio.run(piece.run(system))
         for number, piece in enumerate(work(args.work, args.concurrent, material)):

@@ -203,9 +203,15 @@ static void turn_queries(const problem *p, const tile *t, int kv_head, int row, 
     else
       turn(from, p->half, 1, p->half, cos, sin, p->scale, to);
     for (int d = 2 * p->half; d < p->dim; d++) to[d] = from[d] * p->scale;
-    if (p->k.kind == BFLOAT16)
+    if (p->k.kind == BFLOAT16 && !s->q16)
       for (int d = 0; d < p->dim; d++) to[d] = rounded(to[d]);
   }
+#ifdef AMX
+  if (s->q16)
+    for (int i = 0; i < s->n * s->width; i += 16)
+      _mm256_storeu_si256((__m256i *)(s->q16 + i),
+                          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(s->q + i)));
+#endif
 }
 
 /* Which of the block's keys each vector of queries sees; whether any sees any. */
@@ -509,6 +515,7 @@ static void run_task(const void *context, int index, char *memory) {
   if (s.q16) configure_tiles();
 #endif
   int64_t before = 0;
+  int turned = -1; /* the row that the queries are turned for */
   for (int row = t->first_row; row < t->stop_row && before < job->to; row++) {
     int64_t start, stop;
     seen(p, t, row, &start, &stop);
@@ -516,13 +523,8 @@ static void run_task(const void *context, int index, char *memory) {
     int64_t to = least(job->to - before + start, stop);
     before += stop - start;
     if (from >= to) continue;
-    turn_queries(p, t, job->kv_head, row, &s);
-#ifdef AMX
-    if (s.q16)
-      for (int i = 0; i < s.n * s.width; i += 16)
-        _mm256_storeu_si256((__m256i *)(s.q16 + i),
-                            (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(s.q + i)));
-#endif
+    if (turned < 0 || p->shift[row] != p->shift[turned]) turn_queries(p, t, job->kv_head, row, &s);
+    turned = row;
     for (int64_t first = from; first < to; first += BLOCK) {
       int count = least(to - first, BLOCK);
       if (!visible(p, t, row, first, count, &s)) continue;
