@@ -31,11 +31,13 @@ static inline floats where(ints mask, floats yes, floats no) {
   return (floats)((mask & (ints)yes) | (~mask & (ints)no));
 }
 
-#define HALVES(x) __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define HALVES(x) \
+  __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
 #define QUARTERS(x) \
   __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
 #define PAIRS(x) __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
-#define SINGLES(x) __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+#define SINGLES(x) \
+  __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
 
 static inline float sum_of(floats x) {
   x += HALVES(x);
@@ -687,7 +689,8 @@ EXPORTED XLA_FFI_Error *kvfunc_segment_attention(XLA_FFI_CallFrame *frame) {
   for (int i = 0; i < 3; i++) out[i] = frame->rets.rets[i];
   problem p = {
       .queries = in[0]->dims[0], .heads = in[0]->dims[1], .dim = in[0]->dims[2],
-      .slots = in[1]->dims[0], .kv_heads = in[1]->dims[1], .rows = in[5]->dims[0], .half = in[15]->dims[1],
+      .slots = in[1]->dims[0], .kv_heads = in[1]->dims[1], .rows = in[5]->dims[0],
+      .half = in[15]->dims[1],
       .group = in[0]->dims[1] / in[1]->dims[1],
       .window = *(const int32_t *)attribute(frame, "window"),
       .interleaved = *(const int32_t *)attribute(frame, "interleaved"),
