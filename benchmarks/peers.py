@@ -1,8 +1,8 @@
 """Servers side by side: ours in several configurations, and others that speak OpenAI's API.
 
-All are resident in one run, so that each piece of work meets every system within minutes, on the
-same machine, from the same client. Whoever is not asked is stopped (SIGSTOP), if it was started
-here: some servers spin while they wait and take the time of the one that works. A request names
+They are asked in one run, on the same machine, from the same client, and one at a time: either one
+after the other, or in turns, and then whoever is not asked is stopped (SIGSTOP), since some servers
+spin while they wait and take the time of the one that works. A request names
 the model, messages, greedy sampling, and `ignore_eos`, which all of them know, so that all answer
 with the same number of tokens. Messages are a role and a text: what a template prints of tool calls
 differs between servers, and prompts must not.
@@ -14,6 +14,7 @@ weights that ours dequantises.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,24 +154,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a server to start and to end: its command line, with {port} for the port")
 
 
+Launch = Callable[[], contextlib.AbstractContextManager[System]]
+
+
+def launches(args: argparse.Namespace) -> list[Launch]:
+    """How each system is started, ours first; what is started here ends with its context."""
+    made: list[Launch] = []
+    for flags in args.ours_args or [""]:
+        command = [*serve_command(None), "--kv-tokens", str(KV_TOKENS), *shlex.split(flags),
+                   "--port", "{port}"]
+        made.append(functools.partial(_launched, f"kvfunc {flags}".strip(), shlex.join(command),
+                                      ours=True))
+    for name, command in map(_named, args.peer_command):
+        made.append(functools.partial(_launched, name, command))
+    for name, address in map(_named, args.peer):
+        url, _, model = address.partition(",")
+        system = _system(name, url.rstrip("/").removesuffix("/v1"), model)
+        made.append(functools.partial(contextlib.nullcontext, system))
+    return made
+
+
 @contextlib.contextmanager
 def systems(args: argparse.Namespace) -> Iterator[list[System]]:
-    """Start all systems, ours first, and end at the end those that were started here."""
+    """All systems at once, each asleep until it is `awake`."""
     with contextlib.ExitStack() as stack:
-        found = []
-        for flags in args.ours_args or [""]:
-            command = [*serve_command(None), "--kv-tokens", str(KV_TOKENS), *shlex.split(flags)]
-            command += ["--port", "{port}"]
-            name = f"kvfunc {flags}".strip()
-            url, group = stack.enter_context(_started(name, shlex.join(command)))
-            found.append(_system(name, url, ours=True, group=group))
-        for name, command in map(_named, args.peer_command):
-            url, group = stack.enter_context(_started(name, command))
-            found.append(_system(name, url, group=group))
-        for name, address in map(_named, args.peer):
-            url, _, model = address.partition(",")
-            found.append(_system(name, url.rstrip("/").removesuffix("/v1"), model))
+        found = [stack.enter_context(launch()) for launch in launches(args)]
+        for system in found:
+            with system.awake():
+                pass
         yield found
+
+
+@contextlib.contextmanager
+def _launched(name: str, command: str, ours: bool = False) -> Iterator[System]:
+    with _started(name, command) as (url, group):
+        yield _system(name, url, ours=ours, group=group)
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -184,9 +202,7 @@ def _system(name: str, url: str, model: str = "", *, ours: bool = False,
             group: int | None = None) -> System:
     if not model:
         model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
-    system = System(name, url, model, ours, group)
-    with system.awake():  # asleep from now on
-        return system
+    return System(name, url, model, ours, group)
 
 
 @contextlib.contextmanager

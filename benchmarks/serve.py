@@ -8,8 +8,8 @@ Work, by one client in a process of its own, streaming, greedy, all answers of a
   again: the same five prompts, each right behind its first time.
   decode: eight answers of 128 tokens at once, from the first text of the last to begin.
 Chat and agents have 1, 4, 8 and 16 requests in flight. No conversation is begun twice.
-Systems take turns: each piece of work goes to all before the next, in an order that rotates. All
-are resident, and all but one stopped.
+Systems run one after the other in the same run, each alone on the machine and freshly started, and
+all do the same work in the same order.
 
 tok/s is generated tokens over the whole time, but for decode. Prompt tok/s is prompt tokens, cached
 ones too, over the whole time; for prompt and again, over the median time to the first text. Limits
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from common import copy_bandwidth, report
-from peers import Answer, System, add_arguments, ask, client, plain, systems
+from peers import Answer, System, add_arguments, ask, client, launches, plain
 from rich.console import Console
 
 from kvfunc.models.chat import ChatTemplate
@@ -150,10 +150,9 @@ def reused(answers: list[Answer]) -> float | None:
 
 def measure(done: Work, system: System, bandwidth: float) -> list[dict[str, Any]]:
     """Do a piece of work: a row for each of its parts."""
-    with system.awake():
-        before, start = system.counters(), time.perf_counter()
-        answers = asyncio.run(done.run(system))
-        seconds, after = time.perf_counter() - start, system.counters()
+    before, start = system.counters(), time.perf_counter()
+    answers = asyncio.run(done.run(system))
+    seconds, after = time.perf_counter() - start, system.counters()
     spent = {key: after[key] - before[key] for key in before}
     rows = []
     for name, some, rate, prompts in parts(done, answers, seconds):
@@ -203,30 +202,28 @@ def main() -> None:
     questions = [json.loads(line)["question"] for line in args.questions.open()]
     material = Material(questions, read_runs(args.runs), args.rounds)
     bandwidth = copy_bandwidth()
-    rows = []
-    with contextlib.ExitStack() as stack:
-        with console.status("starting the servers"):
-            all_systems = stack.enter_context(systems(args))
-        warm_up = [Work("chat", 16, 8, material.questions(16)),
-                   Work("chat", 1, 8, [[material.prompt()]])]
-        for system in all_systems:
-            with console.status(f"warming up {system.name}"), system.awake():
+    warm_up = [Work("chat", 16, 8, material.questions(16)),
+               Work("chat", 1, 8, [[material.prompt()]])]
+    pieces = list(work(args.work, args.concurrent, material))
+    measured: list[list[list[dict[str, Any]]]] = [[] for _ in pieces]
+    for launch in launches(args):
+        with contextlib.ExitStack() as stack:
+            with console.status("starting a server"):
+                system = stack.enter_context(launch())
+            with console.status(f"warming up {system.name}"):
                 for piece in warm_up:
                     asyncio.run(piece.run(system))
-        for number, piece in enumerate(work(args.work, args.concurrent, material)):
-            turn = number % len(all_systems)
-            measured = {}
-            for system in all_systems[turn:] + all_systems[:turn]:
+            for piece, so_far in zip(pieces, measured, strict=True):
                 with console.status(f"{piece.kind}, {piece.in_flight} in flight: {system.name}"):
-                    measured[system.name] = measure(piece, system, bandwidth)
-            ordered = [measured[system.name] for system in all_systems]
-            compare(ordered)
-            for row in (row for part in zip(*ordered, strict=True) for row in part):
-                rows.append([row[column] for column in COLUMNS])
-                console.print(f"{row['work']}, {row['in flight']} in flight, {row['system']}: "
-                              f"{row['tok/s']:.3g} tok/s ({row['/ first']:.2f}), prompt "
-                              f"{row['prompt tok/s']:.3g} tok/s ({row['prompt / first']:.2f}), "
-                              f"TTFT {row['TTFT p50 ms']:.0f} ms", soft_wrap=True)
+                    so_far.append(measure(piece, system, bandwidth))
+                compare(so_far)
+                for row in so_far[-1]:
+                    console.print(f"{row['work']}, {row['in flight']} in flight, {row['system']}: "
+                                  f"{row['tok/s']:.3g} tok/s ({row['/ first']:.2f}), prompt "
+                                  f"{row['prompt tok/s']:.3g} tok/s ({row['prompt / first']:.2f}), "
+                                  f"TTFT {row['TTFT p50 ms']:.0f} ms", soft_wrap=True)
+    rows = [[row[column] for column in COLUMNS]
+            for so_far in measured for part in zip(*so_far, strict=True) for row in part]
     report("serve", "SmolLM2-135M-Instruct under load", COLUMNS, rows,
            bandwidth_gb_per_s=bandwidth / 1e9, ours=args.ours_args or [""])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -113,8 +114,8 @@ def segment_attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       sinks: one logit a head that takes part in the softmax and has no value.
       partials: return the unnormalised (m, l, acc), without sinks, to be merged with others.
-      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is the latter where it
-        can be compiled, and XLA else.
+      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is XLA, and on CPUs the
+        latter where the environment has KVFUNC_ATTENTION=cpu and a C compiler is there.
 
     Returns:
       float32 outputs, 0 for queries that see nothing; or a `Partial`. Differentiable in q, k, v and
@@ -150,14 +151,17 @@ def _is_native(implementation: str, k, v) -> bool:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
                          f"got {implementation!r}")
-    if implementation == "xla" or (
-            implementation == "auto" and jax.default_backend() != "cpu"):
+    if implementation == "auto" and jax.default_backend() == "cpu":
+        implementation = "cpu" if os.environ.get("KVFUNC_ATTENTION") == "cpu" else "xla"
+        if implementation == "cpu" and (cpu.unavailable() or not all(map(cpu.supports, (k, v)))):
+            return False
+    if implementation != "cpu":
         return False
     missing = [f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)
                if not cpu.supports(x)] or [cpu.unavailable()]
-    if implementation == "cpu" and missing[0]:
+    if missing[0]:
         raise NotImplementedError(f'implementation="cpu" cannot be used: {missing[0]}; use "xla"')
-    return not missing[0]
+    return True
 
 
 def _exp_below(x: Array, m: Array) -> Array:

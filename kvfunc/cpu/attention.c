@@ -282,46 +282,54 @@ static inline __attribute__((always_inline)) void four_rows(
   }
 }
 
-/* Online softmax of a block: scores become weights, and m, l and acc are brought up to date. */
-static void soften(const problem *p, scratch *s, int count) {
-  ints lane;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
-  int stop = up(count, 2 * LANES);
-  for (int r = 0; r < s->n; r++) {
-    float *scores = s->scores + (int64_t)r * BLOCK;
-    int low = s->low[r], high = s->high[r];
-    if (p->softcap)
-      for (int i = low; i < high; i++) scores[i] = p->softcap * tanhf(scores[i] / p->softcap);
-    floats largest = every(-INFINITY), sum = every(0.0f);
-    for (int i = low / LANES * LANES; i < high; i += LANES) {
-      floats x = load(scores + i);
-      ints inside = (lane + i >= low) & (lane + i < high);
-      largest = where(inside & (x > largest), x, largest);
-    }
-    float m = largest_of(largest);
-    m = m > s->m[r] ? m : s->m[r];
-    if (m > s->m[r]) {
-      float old = s->m[r] == -INFINITY ? 0 : expf(s->m[r] - m);
-      s->l[r] *= old;
-      for (int d = 0; d < s->width; d += LANES)
-        store(s->acc + (int64_t)r * s->width + d, load(s->acc + (int64_t)r * s->width + d) * old);
-      s->m[r] = m;
-    }
-    floats base = every(m == -INFINITY ? 0 : m);
-    for (int i = 0; i < stop; i += LANES) {
-      ints inside = (lane + i >= low) & (lane + i < high);
-      floats weight = (floats)((ints)exp_below(load(scores + i) - base) & inside);
-      sum += weight;
-#ifdef AMX
-      if (s->p16)
-        _mm256_storeu_si256((__m256i *)(s->p16 + (int64_t)r * BLOCK + i),
-                            (__m256i)_mm512_cvtneps_pbh((__m512)weight));
-      else
-#endif
-        store(scores + i, weight);
-    }
-    s->l[r] += sum_of(sum);
+/* Online softmax of one vector's scores of a block: they become weights, and m, l and acc are
+   brought up to date. `whole`, a constant where it is inlined: all `stop` keys are seen. */
+static inline __attribute__((always_inline)) void soften_one(const problem *p, scratch *s, int r,
+                                                             int stop, int whole) {
+  const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  float *scores = s->scores + (int64_t)r * BLOCK;
+  int low = s->low[r], high = s->high[r];
+  if (p->softcap)
+    for (int i = low; i < high; i++) scores[i] = p->softcap * tanhf(scores[i] / p->softcap);
+  floats largest = every(-INFINITY), sum = every(0.0f);
+  for (int i = low / LANES * LANES; i < high; i += LANES) {
+    floats x = load(scores + i);
+    ints inside = (lane + i >= low) & (lane + i < high);
+    largest = whole ? larger(largest, x) : where(inside & (x > largest), x, largest);
   }
+  float m = largest_of(largest);
+  m = m > s->m[r] ? m : s->m[r];
+  if (m > s->m[r]) {
+    float old = s->m[r] == -INFINITY ? 0 : expf(s->m[r] - m);
+    s->l[r] *= old;
+    for (int d = 0; d < s->width; d += LANES)
+      store(s->acc + (int64_t)r * s->width + d, load(s->acc + (int64_t)r * s->width + d) * old);
+    s->m[r] = m;
+  }
+  floats base = every(m == -INFINITY ? 0 : m);
+  for (int i = 0; i < stop; i += LANES) {
+    ints inside = (lane + i >= low) & (lane + i < high);
+    floats weight = exp_below(load(scores + i) - base);
+    if (!whole) weight = (floats)((ints)weight & inside);
+    sum += weight;
+#ifdef AMX
+    if (s->p16)
+      _mm256_storeu_si256((__m256i *)(s->p16 + (int64_t)r * BLOCK + i),
+                          (__m256i)_mm512_cvtneps_pbh((__m512)weight));
+    else
+#endif
+      store(scores + i, weight);
+  }
+  s->l[r] += sum_of(sum);
+}
+
+static void soften(const problem *p, scratch *s, int count) {
+  int stop = up(count, 2 * LANES);
+  for (int r = 0; r < s->n; r++)
+    if (s->low[r] == 0 && s->high[r] == stop)
+      soften_one(p, s, r, stop, 1);
+    else
+      soften_one(p, s, r, stop, 0);
 }
 
 static void plain_block(const problem *p, int64_t slot, int kv_head, int count, scratch *s) {

@@ -261,6 +261,7 @@ def serving(engine: FakeEngine, **options) -> Iterator[tuple[ChatTemplate, str]]
     try:
         yield chat, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
-        engine.gate.set()
+        if isinstance(engine, FakeEngine):
+            engine.gate.set()
         server.should_exit = True
         thread.join()

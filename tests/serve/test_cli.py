@@ -50,7 +50,7 @@ STUBBED_SERVE = """
         name: str = "stub"
         chat: object = None
 
-    def load(model, dtype, progress):
+    def load(model, dtype, progress, quantization):
         progress("embed", 1, 1)
         return LoadedModel()
 
