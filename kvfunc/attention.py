@@ -114,7 +114,7 @@ def segment_attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       sinks: one logit a head that takes part in the softmax and has no value.
       partials: return the unnormalised (m, l, acc), without sinks, to be merged with others.
-      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is XLA, and on CPUs the
+      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is XLA, on CPUs the
         latter where the environment has KVFUNC_ATTENTION=cpu and a C compiler is there.
 
     Returns:
