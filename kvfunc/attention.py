@@ -151,17 +151,15 @@ def _is_native(implementation: str, k, v) -> bool:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
                          f"got {implementation!r}")
-    if implementation == "auto" and jax.default_backend() == "cpu":
-        implementation = "cpu" if os.environ.get("KVFUNC_ATTENTION") == "cpu" else "xla"
-        if implementation == "cpu" and (cpu.unavailable() or not all(map(cpu.supports, (k, v)))):
-            return False
-    if implementation != "cpu":
+    is_wished = (implementation == "auto" and jax.default_backend() == "cpu"
+                 and os.environ.get("KVFUNC_ATTENTION") == "cpu")
+    if implementation != "cpu" and not is_wished:
         return False
-    missing = [f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)
-               if not cpu.supports(x)] or [cpu.unavailable()]
-    if missing[0]:
-        raise NotImplementedError(f'implementation="cpu" cannot be used: {missing[0]}; use "xla"')
-    return True
+    missing = next((f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)
+                    if not cpu.supports(x)), None) or cpu.unavailable()
+    if missing and not is_wished:
+        raise NotImplementedError(f'implementation="cpu" cannot be used: {missing}; use "xla"')
+    return not missing
 
 
 def _exp_below(x: Array, m: Array) -> Array:
