@@ -87,7 +87,8 @@ async def answer(engine: Engine, choices: Sequence[Choice], record: RequestRecor
             if isinstance(item, Token):
                 record.token(index, at)
             step = growing[index].step(item)
-            record.dropped(index, step.dropped or 0)
+            if step.dropped:
+                record.dropped(index, step.dropped)
             if step.finish_reason:
                 growing.pop(index).generation.cancel()
                 record.finished(index, step.finish_reason)

@@ -166,18 +166,11 @@ over_a_server = settings(max_examples=250, deadline=None, suppress_health_check=
     HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
+@pytest.mark.parametrize("kind", [broken, broken_bytes])
 @over_a_server
-@given(broken())
-def test_a_broken_request_is_refused_and_the_next_one_answered(served, asked):
-    path, raw = asked
-    assert_well_answered(send(served.client, path, raw))
-    assert served.ask(max_tokens=1).status_code == 200
-
-
-@over_a_server
-@given(broken_bytes())
-def test_broken_json_is_refused_and_the_next_request_answered(served, asked):
-    path, raw = asked
+@given(st.data())
+def test_a_broken_request_is_refused_and_the_next_one_answered(served, kind, data):
+    path, raw = data.draw(kind())
     assert_well_answered(send(served.client, path, raw))
     assert served.ask(max_tokens=1).status_code == 200
 
