@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -114,8 +113,8 @@ def segment_attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       sinks: one logit a head that takes part in the softmax and has no value.
       partials: return the unnormalised (m, l, acc), without sinks, to be merged with others.
-      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is XLA, on CPUs the
-        latter where the environment has KVFUNC_ATTENTION=cpu and a C compiler is there.
+      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is the latter on CPUs
+        where it can be compiled, and XLA elsewhere.
 
     Returns:
       float32 outputs, 0 for queries that see nothing; or a `Partial`. Differentiable in q, k, v and
@@ -151,8 +150,7 @@ def _is_native(implementation: str, k, v) -> bool:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
                          f"got {implementation!r}")
-    is_wished = (implementation == "auto" and jax.default_backend() == "cpu"
-                 and os.environ.get("KVFUNC_ATTENTION") == "cpu")
+    is_wished = implementation == "auto" and jax.default_backend() == "cpu"
     if implementation != "cpu" and not is_wished:
         return False
     missing = next((f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)

@@ -63,8 +63,8 @@ def _library() -> ctypes.CDLL | str:
                                         platform="cpu")
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
-        _log.warning("segment attention runs on XLA, which is slower: the C compiler %r failed: "
-                     "%s; install one, or name it in CC", shlex.join(_compiler()), said)
+        _log.warning("attention and int8 products run on XLA, which is slower: the C compiler %r "
+                     "failed: %s; install one, or name it in CC", shlex.join(_compiler()), said)
         return f"it could not be compiled: {said}"
     return library
 
