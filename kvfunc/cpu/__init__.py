@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvfunc.contract import Options, Partial
 from kvfunc.quantize import Quantized
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
@@ -69,20 +70,19 @@ def _library() -> ctypes.CDLL | str:
     return library
 
 
-def attend(q: jax.Array, k: jax.Array | Quantized, v: jax.Array | Quantized, rows: Rows,
-           births: jax.Array, turn: Rotation, *, scale: float, window: int | None,
-           softcap: float | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The m, l and acc of `attention.Partial`; arguments as those of `segment_attention`."""
+def attend(options: Options, q: jax.Array, k: jax.Array | Quantized, v: jax.Array | Quantized,
+           rows: Rows, births: jax.Array, turn: Rotation) -> Partial:
+    """As `xla.forward`; arguments as those of `segment_attention`."""
     parts = [(x.values, x.scales) if isinstance(x, Quantized) else (x, jnp.zeros(0, jnp.float32))
              for x in (k, v)]
     (k, k_scales), (v, v_scales) = parts
     head = q.shape[:2]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (head, head, q.shape)]
     columns = (getattr(rows, name) for name in Rows.COLUMNS)
-    return tuple(jax.ffi.ffi_call(_ATTENTION, results)(
+    return Partial(*jax.ffi.ffi_call(_ATTENTION, results)(
         q.astype(jnp.float32), k, v, k_scales, v_scales, *columns, rows.query_raw, births,
-        turn.cos, turn.sin, scale=np.float32(scale), window=np.int32(window or 0),
-        softcap=np.float32(softcap or 0), interleaved=np.int32(turn.interleaved)))
+        turn.cos, turn.sin, scale=np.float32(options.scale), window=np.int32(options.window or 0),
+        softcap=np.float32(options.softcap or 0), interleaved=np.int32(turn.interleaved)))
 
 
 def int8_product(x: Quantized, weight: Quantized) -> jax.Array:

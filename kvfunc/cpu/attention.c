@@ -555,18 +555,8 @@ static void run_task(const void *context, int index, char *memory) {
 
 /* ---- all tasks ---- */
 
-static void merge(float *m, float *l, float *acc, const float *part, int dim) {
-  float largest = *m > part[0] ? *m : part[0];
-  float old = *m == -INFINITY ? 0 : expf(*m - largest);
-  float new = part[0] == -INFINITY ? 0 : expf(part[0] - largest);
-  *m = largest;
-  *l = old * *l + new * part[1];
-  for (int d = 0; d < dim; d++) acc[d] = old * acc[d] + new * part[2 + d];
-}
-
-/* Cuts the table into tiles: of at most TILE queries, over neighbouring rows of the same queries.
-   Counts how many tiles write to each query. */
-static int cut(const problem *p, tile *tiles, int32_t *writers) {
+/* Cuts the table into tiles of at most TILE queries, over neighbouring rows of the same queries. */
+static int cut(const problem *p, tile *tiles) {
   int count = 0;
   for (int row = 0, stop; row < p->rows; row = stop) {
     int start = p->q_start[row], length = p->q_len[row];
@@ -587,84 +577,110 @@ static int cut(const problem *p, tile *tiles, int32_t *writers) {
         t.keys += to - from;
       }
       if (!t.keys) continue;
-      if (tiles) {
-        tiles[count] = t;
-        for (int i = 0; i < t.count; i++) writers[t.first + i]++;
-      }
+      if (tiles) tiles[count] = t;
       count++;
     }
   }
   return count;
 }
 
+typedef struct {
+  int tile_count, task_count;
+  int vectors;      /* of the largest tile */
+  tile *tiles;
+  task *tasks;
+  int32_t *writers; /* [queries] how many tasks of each KV head write to a query */
+  float *partials, *free_partial;
+} plan;
+
 /* Into how many tasks a tile is cut for each KV head, that all threads have something to do. */
 static int64_t parts_of(const tile *t, int64_t share) {
   return least((t->keys * t->count - 1) / share, (t->keys - 1) / (2 * BLOCK)) + 1;
 }
 
-static const char *attend(XLA_FFI_CallFrame *frame, const problem *p, int threads) {
-  const char *no_memory = "out of memory for the scratch space of segment attention";
-  int tile_count = cut(p, NULL, NULL);
-  tile *tiles = malloc(sizeof(tile) * most(tile_count, 1));
-  int32_t *writers = calloc(most(p->queries, 1), sizeof *writers);
-  if (!tiles || !writers) return free(tiles), free(writers), no_memory;
-  cut(p, tiles, writers);
+static int64_t partial_size(const problem *p, const tile *t) {
+  return (int64_t)t->count * p->group * (p->dim + 2);
+}
+
+static void add_tasks(const problem *p, int index, int64_t parts, plan *all) {
+  const tile *t = &all->tiles[index];
+  int merged = 0;
+  for (int j = 0; j < t->count; j++) merged |= all->writers[t->first + j] > 1;
+  int64_t step = up((t->keys + parts - 1) / parts, 16);
+  for (int head = 0; head < p->kv_heads; head++)
+    for (int64_t from = 0; from < t->keys; from += step) {
+      float *partial = merged ? all->free_partial : NULL;
+      if (merged) all->free_partial += partial_size(p, t);
+      all->tasks[all->task_count++] =
+          (task){index, head, from, least(from + step, t->keys), partial};
+    }
+}
+
+/* Whether there is memory for it. */
+static int make_plan(const problem *p, int threads, plan *all) {
+  all->tile_count = cut(p, NULL);
+  all->tiles = malloc(sizeof(tile) * most(all->tile_count, 1));
+  all->writers = calloc(most(p->queries, 1), sizeof *all->writers);
+  if (!all->tiles || !all->writers) return 0;
+  cut(p, all->tiles);
   int64_t cost = 0; /* of one KV head */
-  for (int i = 0; i < tile_count; i++) cost += tiles[i].keys * tiles[i].count;
+  for (int i = 0; i < all->tile_count; i++) cost += all->tiles[i].keys * all->tiles[i].count;
   int64_t share = threads == 1 ? INT64_MAX : cost * p->kv_heads / (4 * threads) + 1;
 
-  int64_t count = 0, partial = 0;
-  int vectors = 0;
-  for (int i = 0; i < tile_count; i++) {
-    const tile *t = &tiles[i];
+  int64_t tasks = 0, partials = 0;
+  for (int i = 0; i < all->tile_count; i++) {
+    const tile *t = &all->tiles[i];
     int64_t parts = parts_of(t, share);
-    count += parts * p->kv_heads;
-    partial += parts * p->kv_heads * t->count * p->group * (p->dim + 2);
-    vectors = most(vectors, t->count * p->group);
+    for (int j = 0; j < t->count; j++) all->writers[t->first + j] += parts;
+    tasks += parts * p->kv_heads;
+    partials += parts * p->kv_heads * partial_size(p, t);
+    all->vectors = most(all->vectors, t->count * p->group);
   }
-  task *tasks = malloc(sizeof(task) * (count + 1));
-  float *partials = malloc(4 * (partial + 1));
-  const char *fault = !tasks || !partials ? no_memory : NULL;
-  if (!fault) {
-    float *next = partials;
-    int made = 0;
-    for (int i = 0; i < tile_count; i++) {
-      const tile *t = &tiles[i];
-      int64_t parts = parts_of(t, share);
-      int alone = parts == 1;
-      for (int j = 0; j < t->count; j++) alone &= writers[t->first + j] == 1;
-      int64_t step = up((t->keys + parts - 1) / parts, 16);
-      for (int head = 0; head < p->kv_heads; head++)
-        for (int64_t from = 0; from < t->keys; from += step) {
-          tasks[made++] = (task){i, head, from, least(from + step, t->keys), alone ? NULL : next};
-          if (!alone) next += (int64_t)t->count * p->group * (p->dim + 2);
-        }
-      if (!alone)
-        for (int j = 0; j < t->count; j++) writers[t->first + j] = 2;
-    }
-    for (int j = 0; j < p->queries; j++)
-      if (writers[j] != 1) {
-        int64_t at = (int64_t)j * p->heads;
-        for (int h = 0; h < p->heads; h++) p->m[at + h] = -INFINITY, p->l[at + h] = 0;
-        memset(p->acc + at * p->dim, 0, 4 * (int64_t)p->heads * p->dim);
-      }
-    scratch s;
-    work w = {p, tiles, tasks};
-    if (run_all(frame, threads, run_task, &w, made, lay_out(p, vectors, NULL, &s)))
-      fault = no_memory;
-    for (int i = 0; !fault && i < made; i++) {
-      const task *job = &tasks[i];
-      const tile *t = &tiles[job->tile];
-      for (int r = 0; job->partial && r < t->count * p->group; r++) {
-        int64_t at = (int64_t)(t->first + r / p->group) * p->heads + job->kv_head * p->group +
-                     r % p->group;
-        merge(p->m + at, p->l + at, p->acc + at * p->dim,
-              job->partial + (int64_t)r * (p->dim + 2), p->dim);
-      }
-    }
+  all->tasks = malloc(sizeof(task) * (tasks + 1));
+  all->partials = all->free_partial = malloc(4 * (partials + 1));
+  if (!all->tasks || !all->partials) return 0;
+  for (int i = 0; i < all->tile_count; i++) add_tasks(p, i, parts_of(&all->tiles[i], share), all);
+  return 1;
+}
+
+static void free_plan(const plan *all) {
+  free(all->tiles), free(all->writers), free(all->tasks), free(all->partials);
+}
+
+static void merge(float *m, float *l, float *acc, const float *part, int dim) {
+  float largest = *m > part[0] ? *m : part[0];
+  float old = *m == -INFINITY ? 0 : expf(*m - largest);
+  float new = part[0] == -INFINITY ? 0 : expf(part[0] - largest);
+  *m = largest;
+  *l = old * *l + new * part[1];
+  for (int d = 0; d < dim; d++) acc[d] = old * acc[d] + new * part[2 + d];
+}
+
+static void merge_task(const problem *p, const tile *t, const task *job) {
+  const float *part = job->partial;
+  for (int r = 0; r < t->count * p->group; r++, part += p->dim + 2) {
+    int64_t at = (int64_t)(t->first + r / p->group) * p->heads + job->kv_head * p->group +
+                 r % p->group;
+    merge(p->m + at, p->l + at, p->acc + at * p->dim, part, p->dim);
   }
-  free(tiles), free(writers), free(tasks), free(partials);
-  return fault;
+}
+
+static const char *attend(XLA_FFI_CallFrame *frame, const problem *p, int threads) {
+  const char *no_memory = "out of memory for the scratch space of segment attention";
+  plan all = {0};
+  if (!make_plan(p, threads, &all)) return free_plan(&all), no_memory;
+  int64_t outputs = (int64_t)p->queries * p->heads;
+  for (int64_t i = 0; i < outputs; i++) p->m[i] = -INFINITY;
+  memset(p->l, 0, 4 * outputs);
+  memset(p->acc, 0, 4 * outputs * p->dim);
+  scratch s;
+  work w = {p, all.tiles, all.tasks};
+  int failed = run_all(frame, threads, run_task, &w, all.task_count,
+                       lay_out(p, all.vectors, NULL, &s));
+  for (int i = 0; !failed && i < all.task_count; i++)
+    if (all.tasks[i].partial) merge_task(p, &all.tiles[all.tasks[i].tile], &all.tasks[i]);
+  free_plan(&all);
+  return failed ? no_memory : NULL;
 }
 
 /* ---- the call from XLA ---- */

@@ -25,7 +25,7 @@ from programs import (
 
 from kvfunc import KVCache, Quantized, Rows
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = pytest.mark.usefixtures("each_attention")
 
 # Queries are cast to bfloat16 with bfloat16 keys; with quantised ones they stay float32.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2, jnp.uint16: 1e-2,

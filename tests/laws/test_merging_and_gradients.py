@@ -16,7 +16,7 @@ from programs import HEADS, QUERIES, ROPES, ROWS, SINKS, SLOTS, Vectors, padded
 import kvfunc
 from kvfunc import Rotation, Rows
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = pytest.mark.usefixtures("each_attention")
 
 ROPE = ROPES["llama3"]
 PLAIN, ALL = (), (("window", 5), ("softcap", 2.0))  # with sinks too: programs.OPTIONS["all"]

@@ -19,7 +19,7 @@ from kvfunc.history import HOLE
 from kvfunc.models.config import ModelConfig
 from kvfunc.models.llama import Llama
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = pytest.mark.usefixtures("each_attention")
 
 LAYERS, VOCABULARY = 2, 61
 
