@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from common import copy_bandwidth, report, seconds
 from jax import lax
 
-from kvfunc.models.llama import project
+from kvfunc.linear import product
 
 LAYERS, WIDTH, MLP_WIDTH = 30, 576, 1536
 
@@ -17,10 +17,7 @@ LAYERS, WIDTH, MLP_WIDTH = 30, 576, 1536
 def mlp(x, weights):
     gate, up, down = weights
 
-    def linear(x, weight):
-        return project(x, weight).astype(x.dtype)
-
-    return x + linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+    return x + product(product(x, up, x.dtype, gate), down, x.dtype)
 
 
 @jax.jit

@@ -96,6 +96,6 @@ def _refuse(dtype, primals, tangents):
 
 
 def no_gradient(dtype: DTypeLike) -> ValueError:
-    """The error of whoever is differentiated through quantised KV."""
-    return ValueError(f"KV of dtype {jnp.dtype(dtype)} has no gradient, since it is rounded to few "
-                      "steps; differentiate through KV of dtype float32 or bfloat16")
+    """The error of whoever is differentiated through quantised KV or weights."""
+    return ValueError(f"what is stored as {jnp.dtype(dtype)} has no gradient, since it is rounded "
+                      "to few steps; differentiate through KV and weights of float32 or bfloat16")

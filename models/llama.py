@@ -14,35 +14,26 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvfunc.attention import segment_attention
-from kvfunc.linear import int8_product
+from kvfunc.linear import product
 from kvfunc.models.config import ModelConfig
 from kvfunc.models.params import Params
-from kvfunc.quantize import Quantized, quantize
+from kvfunc.quantize import Quantized
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import KV, write_layer
 
 
-def project(x: Float[Array, "n in"],
-            weight: Float[Array, "out in"] | Quantized) -> Float[Array, "n out"]:
-    """x W^T in float32. With int8 weights x is rounded to int8 as well, each token for itself."""
-    if not isinstance(weight, Quantized):
-        return jnp.einsum("ni,oi->no", x, weight, preferred_element_type=jnp.float32)
-    return int8_product(quantize(x, jnp.int8), weight)
+class Matrix(nn.Module):
+    """A weight matrix, [out, in]: fast in XLA on CPUs for few rows of x in x W^T."""
 
-
-class Linear(nn.Module):
-    """x W^T with W stored [out, in] and float32 sums: fast in XLA on CPUs for few rows."""
-
-    features: int
+    shape: tuple[int, int]
     dtype: DTypeLike
+    initial: nn.initializers.Initializer = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
 
     @nn.compact
-    def __call__(self, x: Float[Array, "n in"]) -> Float[Array, "n out"]:
-        """Project every row."""
-        initial = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-        weight = self.param("weight", initial, (self.features, x.shape[-1]), self.dtype)
-        return project(x, weight).astype(self.dtype)
+    def __call__(self) -> Float[Array, "out in"] | Quantized:
+        """The parameter."""
+        return self.param("weight", self.initial, self.shape, self.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -60,19 +51,6 @@ class RMSNorm(nn.Module):
         return x32.astype(self.dtype) * weight[None]
 
 
-class Embedding(nn.Module):
-    """The table of token vectors, [vocab, width]; tied models use it as their head too."""
-
-    config: ModelConfig
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self) -> Float[Array, "vocab width"] | Quantized:
-        """The whole table."""
-        shape = (self.config.vocab_size, self.config.width)
-        return self.param("weight", nn.initializers.normal(1.0), shape, self.dtype)
-
-
 class Layer(nn.Module):
     """Attention and SwiGLU, each behind a norm and added to the residual stream."""
 
@@ -85,16 +63,18 @@ class Layer(nn.Module):
         """One layer: returns the stream and this layer's storage with the new KV in it."""
         c = self.config
 
-        def linear(name: str, features: int) -> Linear:
-            return Linear(features, self.dtype, name=name)
+        def matrix(name: str, out: int, width: int) -> Array | Quantized:
+            return Matrix((out, width), self.dtype, name=name)()
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(c.norm_eps, self.dtype, name=name)
 
+        def heads(name: str, count: int) -> Array:
+            weight = matrix(name, count * c.head_dim, c.width)
+            return product(h, weight, self.dtype).reshape(-1, count, c.head_dim)
+
         h = norm("attn_norm")(x)
-        q = linear("q", c.heads * c.head_dim)(h).reshape(-1, c.heads, c.head_dim)  # [Q, H, D]
-        k = linear("k", c.kv_heads * c.head_dim)(h).reshape(-1, c.kv_heads, c.head_dim)
-        v = linear("v", c.kv_heads * c.head_dim)(h).reshape(-1, c.kv_heads, c.head_dim)
+        q, k, v = heads("q", c.heads), heads("k", c.kv_heads), heads("v", c.kv_heads)  # [Q, H, D]
         # Written first and read back as stored: KV is the same function of (tokens, events)
         # however a prompt is cut into chunks.
         k_stored = write_layer(k_stored, slots, born(k))
@@ -102,11 +82,13 @@ class Layer(nn.Module):
         attended = segment_attention(born(q), k_stored, v_stored, rows, births, turn,
                                      window=c.window)
         attended = attended.astype(self.dtype).reshape(-1, c.heads * c.head_dim)
-        x = x + linear("o", c.width)(attended)
+        x = x + product(attended, matrix("o", c.width, c.heads * c.head_dim), self.dtype)
 
         h = norm("mlp_norm")(x)
-        gated = nn.silu(linear("gate", c.mlp_width)(h)) * linear("up", c.mlp_width)(h)
-        return x + linear("down", c.width)(gated), k_stored, v_stored
+        gate, up = (matrix(name, c.mlp_width, c.width) for name in ("gate", "up"))
+        gated = product(h, up, self.dtype, gate)
+        x = x + product(gated, matrix("down", c.width, c.mlp_width), self.dtype)
+        return x, k_stored, v_stored
 
 
 class Llama(nn.Module):
@@ -119,8 +101,13 @@ class Llama(nn.Module):
     def __call__(self, tokens, births, slots, kv, rows, at=None):
         """As `forward`, with the parameters bound by Linen."""
         c = self.config
-        embed = Embedding(c, self.dtype, name="embed")()
-        x = jax.tree.map(lambda table: table[tokens], embed)  # [Q, width]
+
+        def table(name: str) -> Array | Quantized:
+            shape = c.vocab_size, c.width
+            return Matrix(shape, self.dtype, nn.initializers.normal(1.0), name=name)()
+
+        embed = table("embed")
+        x = jax.tree.map(lambda rows: rows[tokens], embed)  # [Q, width]
         x = x.numbers().astype(self.dtype) if isinstance(x, Quantized) else x
         born, turn = c.rope.birth_rotation(births), c.rope.rotation(rows.shift)
         stored = []
@@ -131,12 +118,9 @@ class Llama(nn.Module):
         if at is not None:
             x = x[at]  # [A, width]
         x = RMSNorm(c.norm_eps, self.dtype, name="norm")(x)
-        if c.tied:
-            head = embed
-        else:
-            head = Embedding(c, self.dtype, name="head")()
+        head = embed if c.tied else table("head")
         k, v = zip(*stored, strict=True)
-        return project(x, head), KV(k=k, v=v)
+        return product(x, head, jnp.float32), KV(k=k, v=v)
 
     def forward(self, params: Params, tokens: Int[Array, " queries"],
                 births: Int[Array, " queries"], slots: Int[Array, " queries"], kv: KV, rows: Rows,

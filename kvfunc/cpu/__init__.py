@@ -1,4 +1,4 @@
-"""Attention and int8 products in C for CPUs, compiled by the compiler that is there.
+"""Attention and products in C for CPUs, compiled by the compiler that is there.
 
 XLA's loops run on one core and its thin products below full speed; this goes over the same blocks
 on all cores of XLA's own thread pool, and on AMX for bfloat16 where the machine has it. The
@@ -22,6 +22,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kvfunc.contract import Options, Partial
 from kvfunc.quantize import Quantized
@@ -29,11 +30,11 @@ from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 
 SOURCES = [pathlib.Path(__file__).with_name(name)
-           for name in ("attention.c", "int8.c", "common.h")]
+           for name in ("attention.c", "product.c", "common.h")]
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fno-signed-zeros", "-fvisibility=hidden", "-shared", "-fPIC")
 TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8", "float8_e4m3fn")))
-_ATTENTION, _PRODUCT = TARGETS = "kvfunc_segment_attention", "kvfunc_int8_product"
+_ATTENTION, _PRODUCT = TARGETS = "kvfunc_segment_attention", "kvfunc_product"
 _log = logging.getLogger(__name__)
 
 
@@ -48,10 +49,10 @@ def unavailable() -> str | None:
     return library if isinstance(library, str) else None
 
 
-def has_int8() -> bool:
-    """Whether products of int8 can be used here: they need AMX."""
+def has_product() -> bool:
+    """Whether `product` can be used here: it needs AMX."""
     library = _library()
-    return not isinstance(library, str) and bool(library.kvfunc_has_int8())
+    return not isinstance(library, str) and bool(library.kvfunc_has_product())
 
 
 @functools.cache
@@ -64,7 +65,7 @@ def _library() -> ctypes.CDLL | str:
                                         platform="cpu")
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
-        _log.warning("attention and int8 products run on XLA, which is slower: the C compiler %r "
+        _log.warning("attention and products run on XLA, which is slower: the C compiler %r "
                      "failed: %s; install one, or name it in CC", shlex.join(_compiler()), said)
         return f"it could not be compiled: {said}"
     return library
@@ -85,10 +86,16 @@ def attend(options: Options, q: jax.Array, k: jax.Array | Quantized, v: jax.Arra
         softcap=np.float32(options.softcap or 0), interleaved=np.int32(turn.interleaved)))
 
 
-def int8_product(x: Quantized, weight: Quantized) -> jax.Array:
-    """x W^T in float32, of int8 [n, in] and [out, in]; as `linear.int8_product`."""
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(_PRODUCT, result)(x.values, x.scales, weight.values, weight.scales)
+def product(x: jax.Array, weight: jax.Array | Quantized, gate: jax.Array | Quantized | None,
+            dtype: DTypeLike) -> jax.Array:
+    """As `linear.product`, with weights in bfloat16, as x then is, or in int8."""
+    if gate is None:
+        gate = jax.tree.map(lambda w: w[:0], weight)
+    matrices = [(w.values, w.scales) if isinstance(w, Quantized) else (w, jnp.zeros(0, jnp.float32))
+                for w in (weight, gate)]
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
+    return jax.ffi.ffi_call(_PRODUCT, result, vmap_method="sequential")(
+        x, *matrices[0], *matrices[1])
 
 
 def _compiler() -> list[str]:

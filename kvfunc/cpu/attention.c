@@ -10,26 +10,11 @@
 #include "common.h"
 
 enum {
-  LANES = 16,  /* floats of a vector; compilers split it where registers are narrower */
   TILE = 64,   /* queries of a tile */
   BLOCK = 128, /* keys of a block */
   FEW = 12,    /* vectors of queries, up to which scores are plain dot products */
   NEVER = INT32_MAX,
 };
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-
-static inline floats load(const float *at) {
-  floats x;
-  memcpy(&x, at, sizeof x);
-  return x;
-}
-static inline void store(float *at, floats x) { memcpy(at, &x, sizeof x); }
-static inline floats every(float x) { return x - (floats){0}; }
-static inline floats where(ints mask, floats yes, floats no) {
-  return (floats)((mask & (ints)yes) | (~mask & (ints)no));
-}
 
 #define HALVES(x) \
   __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
@@ -55,25 +40,7 @@ static inline float largest_of(floats x) {
   return x[0];
 }
 
-/* exp(x) for x <= 0 to two units in the last place; below 2^-126 it is 0, NaN stays NaN. */
-static inline floats exp_below(floats x) {
-  const float half_way = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-  floats n = (x * 1.44269504f + half_way) - half_way;
-  floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  floats p = 1.98756912e-4f * r + 1.39819994e-3f;
-  p = p * r + 8.33345205e-3f;
-  p = p * r + 4.16657962e-2f;
-  p = p * r + 1.66666657e-1f;
-  p = p * r + 5.0e-1f;
-  p = p * r * r + r + 1.0f;
-  ints exponent = (__builtin_convertvector(n, ints) + 127) << 23;
-  return where(x < every(-87.33f), every(0.0f), p * (floats)exponent);
-}
-
-
 /* ---- what is stored ---- */
-
-typedef enum { FLOAT32, BFLOAT16, INT8, FP8 } kind;
 
 typedef struct {
   kind kind;
@@ -81,7 +48,6 @@ typedef struct {
   const float *scales; /* [slots, kv_heads] of INT8 and FP8 */
 } stored;
 
-static const int BYTES[] = {4, 2, 1, 1};
 static float fp8_value[256];
 
 static void fill_fp8_table(void) {
@@ -519,7 +485,10 @@ static void run_task(const void *context, int index, char *memory) {
   const task *job = &w->tasks[index];
   const tile *t = &w->tiles[job->tile];
   scratch s;
-  memset(memory, 0, lay_out(p, t->count * p->group, memory, &s));
+  lay_out(p, t->count * p->group, memory, &s);
+  memset(s.q, 0, 4 * (size_t)s.padded * s.width);
+  memset(s.acc, 0, 4 * (size_t)s.padded * s.width);
+  memset(s.l, 0, 4 * (size_t)s.padded);
   for (int r = 0; r < s.n; r++) s.m[r] = -INFINITY;
 #ifdef AMX
   if (s.q16) configure_tiles();
@@ -692,16 +661,6 @@ static const void *attribute(const XLA_FFI_CallFrame *frame, const char *name) {
       return ((const XLA_FFI_Scalar *)frame->attrs.attrs[i])->value;
   }
   return NULL;
-}
-
-static kind kind_of(XLA_FFI_DataType type) {
-  switch (type) {
-    case XLA_FFI_DataType_F32: return FLOAT32;
-    case XLA_FFI_DataType_S8: return INT8;
-    case XLA_FFI_DataType_U8:
-    case XLA_FFI_DataType_F8E4M3FN: return FP8;
-    default: return BFLOAT16; /* or its bits in U16; the caller admits no other type */
-  }
 }
 
 EXPORTED XLA_FFI_Error *kvfunc_segment_attention(XLA_FFI_CallFrame *frame) {

@@ -1,10 +1,11 @@
-/* What the operations share: XLA's thread pool and its errors, and AMX. */
+/* What the operations share: types of numbers, vectors, AMX, XLA's thread pool and its errors. */
 
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -18,6 +19,55 @@
 static inline int up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- types of numbers ---- */
+
+typedef enum { FLOAT32, BFLOAT16, INT8, FP8 } kind;
+
+static const int BYTES[] = {4, 2, 1, 1};
+
+static inline kind kind_of(XLA_FFI_DataType type) {
+  switch (type) {
+    case XLA_FFI_DataType_F32: return FLOAT32;
+    case XLA_FFI_DataType_S8: return INT8;
+    case XLA_FFI_DataType_U8:
+    case XLA_FFI_DataType_F8E4M3FN: return FP8;
+    default: return BFLOAT16; /* or its bits in U16; the caller admits no other type */
+  }
+}
+
+/* ---- vectors: compilers split them where registers are narrower ---- */
+
+enum { LANES = 16 };
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+static inline floats load(const float *at) {
+  floats x;
+  memcpy(&x, at, sizeof x);
+  return x;
+}
+static inline void store(float *at, floats x) { memcpy(at, &x, sizeof x); }
+static inline floats every(float x) { return x - (floats){0}; }
+static inline floats where(ints mask, floats yes, floats no) {
+  return (floats)((mask & (ints)yes) | (~mask & (ints)no));
+}
+
+/* exp(x) for x <= 0 to two units in the last place; below 2^-126 it is 0, NaN stays NaN. */
+static inline floats exp_below(floats x) {
+  const float half_way = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  floats n = (x * 1.44269504f + half_way) - half_way;
+  floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+  floats p = 1.98756912e-4f * r + 1.39819994e-3f;
+  p = p * r + 8.33345205e-3f;
+  p = p * r + 4.16657962e-2f;
+  p = p * r + 1.66666657e-1f;
+  p = p * r + 5.0e-1f;
+  p = p * r * r + r + 1.0f;
+  ints exponent = (__builtin_convertvector(n, ints) + 127) << 23;
+  return where(x < every(-87.33f), every(0.0f), p * (floats)exponent);
+}
 
 /* ---- AMX ---- */
 

@@ -166,8 +166,8 @@ def test_every_token_layer_and_head_is_read_with_its_own_scale_after_edits(dtype
             np.testing.assert_allclose(out[:, 1::2], as_vectors(values)[layer], rtol=1e-6)
 
 
-REFUSED = ("has no gradient, since it is rounded to few steps; differentiate through KV of dtype "
-           "float32 or bfloat16")
+REFUSED = ("has no gradient, since it is rounded to few steps; differentiate through KV and "
+           "weights of float32 or bfloat16")
 
 
 @every_dtype
@@ -180,7 +180,7 @@ def test_gradients_through_quantised_storage_are_refused(dtype):
     x = jnp.ones((2, HEADS, HEAD_DIM))
     for differentiated in (jax.grad(written), jax.jit(jax.grad(written)),
                            lambda x: jax.jvp(written, (x,), (x,))):
-        with pytest.raises(ValueError, match=f"KV of dtype {jnp.dtype(dtype)} {REFUSED}"):
+        with pytest.raises(ValueError, match=f"what is stored as {jnp.dtype(dtype)} {REFUSED}"):
             differentiated(x)
 
 
@@ -197,5 +197,5 @@ def test_gradients_of_attention_to_quantised_kv_are_refused(which):
 
     q = jnp.ones((1, HEADS, HEAD_DIM))
     assert attended(q) == 0
-    with pytest.raises(ValueError, match=f"KV of dtype int8 {REFUSED}"):
+    with pytest.raises(ValueError, match=f"what is stored as int8 {REFUSED}"):
         jax.grad(attended)(q)

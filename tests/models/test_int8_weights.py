@@ -7,7 +7,8 @@ import pytest
 
 from kvfunc import models
 from kvfunc.history import History
-from kvfunc.models.llama import Llama, project
+from kvfunc.linear import product
+from kvfunc.models.llama import Llama
 from kvfunc.quantize import Quantized, quantize
 from kvfunc.storage import KV
 
@@ -23,7 +24,7 @@ def test_a_product_is_the_integers_times_both_scales():
     rounded = np.round(np.array([1, -2, 4]) * 127 / 4)  # 32, -64, 127
     wanted = [[(127 * rounded[0] - 127 * rounded[2]) * 4 / 127 * 0.5,
                (rounded * [1, 2, 3]).sum() * 4 / 127 * 2], [0, 0]]
-    np.testing.assert_allclose(project(x, weight), wanted, rtol=1e-6)
+    np.testing.assert_allclose(product(x, weight, jnp.float32), wanted, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
