@@ -130,9 +130,12 @@ async def ask(http: httpx.AsyncClient, system: System, messages: Sequence[Mappin
 
 
 def client() -> httpx.AsyncClient:
-    """A client with no limit on time or connections that ignores the environment's proxies."""
-    return httpx.AsyncClient(timeout=None, trust_env=False,
-                             limits=httpx.Limits(max_connections=None))
+    """A client with no limit on time or connections that ignores the environment's proxies.
+
+    Each request has a connection of its own: some servers close one just when it is used again.
+    """
+    return httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(
+        max_connections=None, max_keepalive_connections=0))
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
