@@ -30,11 +30,17 @@ def product(x: Float[Array, "n in"], weight: Matrix, dtype: DTypeLike,
       gate: G, as `weight`.
 
     Raises:
-      ValueError: if a weight with scales is not int8, or is differentiated.
+      ValueError: if sizes do not fit, or a weight with scales is not int8 or is differentiated.
     """
     for name, matrix in ("weight", weight), ("gate", gate):
         if isinstance(matrix, Quantized) and matrix.dtype != jnp.int8:
             raise ValueError(f"{name} must be int8 where it has scales, got {matrix.dtype}")
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x has rows of {x.shape[1]} and weight of {weight.shape[1]}: they must "
+                         "be equally long")
+    if gate is not None and (gate.shape, gate.dtype) != (weight.shape, weight.dtype):
+        raise ValueError(f"gate must be as weight, {weight.dtype}{weight.shape}, got "
+                         f"{gate.dtype}{gate.shape}")
     if jax.default_backend() == "cpu" and _is_built(x, weight, dtype) and cpu.has_product():
         return _in_c(x, weight, gate, dtype)
     return _xla(x, weight, gate, dtype)
