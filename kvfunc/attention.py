@@ -1,6 +1,6 @@
 """Segment attention: packed queries read runs of slots, each run at its own shift.
 
-This is the contract; xla.py and cpu/ carry it out. For a key born at b that now counts as
+This is the contract; xla.py, cpu/ and pallas/ carry it out. For a key born at b that now counts as
 position n, `R(p) q . R(n) k = R(p + (b - n)) q . R(b) k`: so the keys are read exactly as they were
 written and the query block is turned by the row's shift.
 """
@@ -25,7 +25,7 @@ from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import number_dtype
 
-IMPLEMENTATIONS = ("auto", "xla", "cpu")
+IMPLEMENTATIONS = ("auto", "xla", "cpu", "pallas")
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "partials",
@@ -65,8 +65,8 @@ def segment_attention(
       softcap: scores become `softcap * tanh(score / softcap)`.
       sinks: one logit a head that takes part in the softmax and has no value.
       partials: return the unnormalised (m, l, acc), without sinks, to be merged with others.
-      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "auto" is the latter on CPUs
-        where it can be compiled, and XLA elsewhere.
+      implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "pallas" is a kernel for
+        TPUs, interpreted elsewhere; "auto" is "cpu" on CPUs where it can be compiled, else "xla".
 
     Returns:
       float32 outputs, 0 for queries that see nothing; or a `Partial`. Differentiable in q, k, v and
@@ -85,33 +85,47 @@ def segment_attention(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
     options = Options(head_dim**-0.5 if scale is None else float(scale), window, softcap)
-    attend = _attend(options, _runs_in_c(implementation, k, v))
+    attend = _attend(options, _chosen(implementation, k, v))
     partial = attend(q, k, v, rows, births, jax.tree.map(lax.stop_gradient, turn))
     return partial if partials else partial.finish(sinks)
 
 
-def _runs_in_c(implementation: str, k, v) -> bool:
-    """Whether this call runs in C if it runs on a CPU."""
+def _chosen(implementation: str, k, v) -> str:
+    """The implementation for this call: "xla", "cpu" or "pallas"."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
                          f"got {implementation!r}")
-    if implementation == "xla" or (implementation == "auto" and jax.default_backend() != "cpu"):
-        return False
-    missing = next((f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)
-                    if not cpu.supports(x)), None) or cpu.unavailable()
-    if missing and implementation == "cpu":
-        raise NotImplementedError(f'implementation="cpu" cannot be used: {missing}; use "xla"')
-    return not missing
+    asked = implementation
+    if asked == "auto":
+        asked = "cpu" if jax.default_backend() == "cpu" else "xla"
+    missing = _missing(asked, k, v)
+    if missing and implementation != "auto":
+        raise NotImplementedError(f'implementation="{asked}" cannot be used: {missing}; use "xla"')
+    return "xla" if missing else asked
+
+
+def _missing(implementation: str, k, v) -> str | None:
+    """Why an implementation cannot be used here, None if it can."""
+    if implementation == "xla":
+        return None
+    if implementation == "cpu":
+        supports, unavailable = cpu.supports, cpu.unavailable
+    else:
+        from kvfunc import pallas
+
+        supports, unavailable = pallas.supports, lambda: None
+    return next((f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)
+                 if not supports(x)), None) or unavailable()
 
 
 @functools.lru_cache(maxsize=64)
-def _attend(options: Options, in_c: bool) -> Callable[..., Partial]:
+def _attend(options: Options, chosen: str) -> Callable[..., Partial]:
     """The differentiable core for one set of options; all tracing rules hang on it.
 
     Its outputs serve only in combinations that do not depend on m (merge, finish), so m counts as
     a constant in the backward pass: what flows through m and through l and acc cancels.
     """
-    forward = _batch_is_more_rows(functools.partial(_forward, options, in_c))
+    forward = _batch_is_more_rows(functools.partial(_forward, options, chosen))
     backward = _batch_is_more_rows(functools.partial(xla.backward, options))
 
     @jax.custom_vjp
@@ -161,9 +175,14 @@ def _batch_is_more_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-def _forward(options: Options, in_c: bool, *args) -> Partial:
-    anywhere = functools.partial(xla.forward, options)
-    if not in_c:
-        return anywhere(*args)
-    return lax.platform_dependent(*args, cpu=functools.partial(cpu.attend, options),
-                                  default=anywhere)
+def _forward(options: Options, chosen: str, *args) -> Partial:
+    if chosen == "cpu":
+        return lax.platform_dependent(*args, cpu=functools.partial(cpu.attend, options),
+                                      default=functools.partial(xla.forward, options))
+    if chosen == "pallas":
+        from kvfunc import pallas
+
+        kernel = functools.partial(pallas.forward, options)
+        return lax.platform_dependent(*args, tpu=kernel,
+                                      default=functools.partial(kernel, interpret=True))
+    return xla.forward(options, *args)

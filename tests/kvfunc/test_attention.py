@@ -258,6 +258,10 @@ class TestCPU(SegmentAttentionContract):
     implementation = staticmethod(functools.partial(segment_attention, implementation="cpu"))
 
 
+class TestPallas(SegmentAttentionContract):
+    implementation = staticmethod(functools.partial(segment_attention, implementation="pallas"))
+
+
 @pytest.mark.parametrize("change, message", [
     (dict(heads=8), "q has 8 heads, which is no multiple of k's 3 KV heads"),
     (dict(window=0), "window must be at least 1 position or None, got 0"),

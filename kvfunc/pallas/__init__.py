@@ -1,0 +1,335 @@
+"""Segment attention on TPUs: one Pallas kernel; tiles of queries go over the runs that they see.
+
+A tile is some neighbouring packed queries. It stays in VMEM while the blocks of keys that it may
+see come in from the pool, each fetched while the one before is worked on; what no query of the tile
+sees is not fetched. The rows lie in SMEM, the rotation of a row comes with its first block, and the
+queries are turned there: q cos + q' sin, where q' is what the sine multiplies, made once.
+
+Elsewhere than on TPUs the kernel is interpreted, which is slow and serves tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvfunc.contract import Options, Partial
+from kvfunc.quantize import BITS_OF_FP8, FP8, Quantized
+from kvfunc.rope import Rotation
+from kvfunc.rows import Rows
+from kvfunc.storage import number_dtype
+
+FEW_QUERIES = 8  # rows of so many queries or fewer are read by tiles of one
+# Of VMEM, which has 64 MiB or more: for the kernel, its blocks of keys and values, and its tile.
+VMEM_BYTES, BLOCK_BYTES, TILE_BYTES = 48 * 2**20, 8 * 2**20, 24 * 2**20
+_ROW = ("q_start", "q_len", "slot", "length", "raw", "position", "visible_until")
+_TILE = ("last_raw", "first_raw", "oldest", "first_row", "stop_row")
+_TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8", FP8)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of a pass over the rows.
+
+    Args:
+      queries: of a tile; 1, or a multiple of 8, which is what a register holds.
+      keys: of a block, a multiple of 128.
+
+    Raises:
+      ValueError: for other sizes.
+    """
+
+    queries: int
+    keys: int
+
+    def __post_init__(self):
+        if self.queries != 1 and (self.queries < 1 or self.queries % 8):
+            raise ValueError(f"queries must be 1 or a multiple of 8, got {self.queries}")
+        if self.keys < 1 or self.keys % 128:
+            raise ValueError(f"keys must be a multiple of 128, got {self.keys}")
+
+    @classmethod
+    def of(cls, q, k, few: bool) -> Config:
+        """What fits into VMEM: as many keys as can be, up to 512, and 128 queries, or 1 for few.
+
+        There the last two dims are filled up to whole registers. Of keys and values two blocks
+        each are held; of a query, two copies of the four arrays of its size that come and go, one
+        turned, and two of m and l.
+        """
+        heads, dim = q.shape[1:]
+        width = _up(dim, 128)
+        of_key = 4 * _up(k.shape[1], 32 // k.dtype.itemsize) * width * k.dtype.itemsize
+        of_query = 4 * heads * (7 * width + 4 * 128)
+        keys = max(128, min(512, BLOCK_BYTES // of_key // 128 * 128))
+        queries = max(8, min(128, TILE_BYTES // of_query // 8 * 8))
+        return cls(1 if few else queries, keys)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def supports(stored: jax.Array | Quantized) -> bool:
+    """Whether KV of this type can be read."""
+    return stored.dtype in _TYPES
+
+
+def forward(options: Options, q, k, v, rows: Rows, births, turn: Rotation, *,
+            interpret: bool = False) -> Partial:
+    """As `xla.forward`; `interpret` runs the kernel in JAX's own operations."""
+    few = rows.q_len <= FEW_QUERIES
+    run = functools.partial(_pass, options, q, k, v, births=births, turn=turn, interpret=interpret)
+    state = run(_only(rows, few), config=Config.of(q, k, few=True))
+    if q.shape[0] > FEW_QUERIES:
+        state = state.merge(run(_only(rows, ~few), config=Config.of(q, k, few=False)))
+    return state
+
+
+def _only(rows: Rows, mask) -> Rows:
+    return dataclasses.replace(rows, q_len=jnp.where(mask, rows.q_len, 0))
+
+
+def _pass(options: Options, q, k, v, rows: Rows, *, births, turn: Rotation, config: Config,
+          interpret: bool) -> Partial:
+    """The attention of one size of tiles."""
+    queries, heads, dim = q.shape
+    slots, kv_heads = k.shape[:2]
+    group, size, keys = heads // kv_heads, config.queries, min(config.keys, slots)
+    tiles = -(-queries // size)
+    vectors = group * size  # of a tile and a KV head: for each head of the group its queries
+
+    def padded(x, fill=0):
+        padding = [(0, tiles * size - queries)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding, constant_values=fill)
+
+    def tiled(x):
+        x = padded(x).reshape(tiles, size, kv_heads, group, dim)
+        return jnp.moveaxis(x, 1, 3).reshape(tiles, kv_heads, vectors, dim)
+
+    def untiled(x):
+        x = jnp.moveaxis(x.reshape(tiles, kv_heads, group, size, -1), 3, 1)
+        return x.reshape(tiles * size, heads, -1)[:queries]
+
+    raw = padded(rows.query_raw, Rows.NO_QUERY).reshape(tiles, size)
+    born = padded(births).reshape(tiles, size)
+    index = jnp.arange(tiles * size, dtype=jnp.int32).reshape(tiles, size)
+    numbers = jnp.stack([jnp.tile(x, (1, group)) for x in (raw, born, index)], -1)
+    q = q.astype(jnp.float32) * options.scale
+    stored = [*_arrays(k), *_arrays(v)]
+
+    def block(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, kv_heads, vectors, last), lambda tile, *_: (tile, 0, 0, 0))
+
+    kernel = functools.partial(_kernel, options, size, keys, slots, number_dtype(k))
+    in_place = pl.BlockSpec(memory_space=pl.ANY)
+    m, l, acc = pl.pallas_call(  # noqa: E741
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((tiles, kv_heads, vectors, last), jnp.float32)
+                   for last in (1, 1, dim)],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=(tiles,),
+            in_specs=[block(dim), block(dim),
+                      pl.BlockSpec((1, vectors, 3), lambda tile, *_: (tile, 0, 0)),
+                      *[in_place] * (1 + len(stored))],
+            out_specs=[block(1), block(1), block(dim)],
+            scratch_shapes=[
+                pltpu.VMEM((kv_heads, vectors, dim), jnp.float32),
+                pltpu.VMEM((2, 2, 1, dim), jnp.float32),
+                *[pltpu.VMEM((2, keys, *x.shape[1:]), x.dtype) for x in stored],
+                pltpu.SemaphoreType.DMA((2, 1 + len(stored)))]),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
+        interpret=interpret, name="segment_attention",
+    )(_tile_table(rows, raw, born), _row_table(rows), tiled(q), tiled(_under_sine(q, turn)),
+      numbers, _over_dims(turn, dim), *stored)
+    return Partial(m=untiled(m)[..., 0], l=untiled(l)[..., 0], acc=untiled(acc))
+
+
+def _row_table(rows: Rows):
+    """[_ROW, rows] int32; `position` is that of a row's first key as its queries see it."""
+    columns = dict(position=rows.birth - rows.shift)
+    return jnp.stack([columns[name] if name in columns else getattr(rows, name)
+                      for name in _ROW]).astype(jnp.int32)
+
+
+def _tile_table(rows: Rows, raw, born):
+    """[_TILE, tiles] int32: bounds of what a tile's queries see, and of the rows they stand in."""
+    tiles, size = raw.shape
+    start = jnp.arange(tiles, dtype=jnp.int32)[:, None] * size
+    stop = (rows.q_start + rows.q_len)[None]
+    meets = (rows.q_start[None] < start + size) & (start < stop)
+    meets &= ((rows.q_len > 0) & (rows.length > 0))[None]
+    row = jnp.arange(rows.q_len.shape[0], dtype=jnp.int32)[None]
+    stop_row = jnp.where(meets, row + 1, 0).max(-1, initial=0)
+    real = raw != Rows.NO_QUERY
+    columns = dict(
+        last_raw=raw.max(-1), first_raw=jnp.where(real, raw, Rows.NEVER).min(-1),
+        oldest=jnp.where(real, born, Rows.NEVER).min(-1),
+        first_row=jnp.where(meets, row, stop_row[:, None]).min(-1, initial=Rows.NEVER),
+        stop_row=stop_row)
+    return jnp.stack([columns[name] for name in _TILE]).astype(jnp.int32)
+
+
+def _arrays(stored) -> list[Any]:
+    """What the kernel reads: numbers, and their scales if they have some."""
+    if isinstance(stored, Quantized):
+        values = stored.values
+        if values.dtype == BITS_OF_FP8:
+            values = lax.bitcast_convert_type(values, FP8)
+        return [values, stored.scales]
+    if stored.dtype == jnp.uint16:
+        stored = lax.bitcast_convert_type(stored, jnp.bfloat16)
+    return [stored]
+
+
+def _over_dims(turn: Rotation, dim: int):
+    """[rows, 2, 1, dim]: cosine and sine of each dim; dims that do not turn have 1 and 0."""
+    def spread(x, fill: float):
+        x = jnp.repeat(x, 2, -1) if turn.interleaved else jnp.tile(x, (1, 2))
+        return jnp.pad(x, ((0, 0), (0, dim - x.shape[-1])), constant_values=fill)
+
+    return jnp.stack([spread(turn.cos, 1.0), spread(turn.sin, 0.0)], 1)[:, :, None]
+
+
+def _under_sine(q, turn: Rotation):
+    """For each pair (a, b) that turns, (-b, a)."""
+    turning = 2 * turn.cos.shape[-1]
+    x = q[..., :turning]
+    if turn.interleaved:
+        x = jnp.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+    else:
+        a, b = jnp.split(x, 2, -1)
+        x = jnp.concatenate([-b, a], -1)
+    return jnp.pad(x, [(0, 0)] * (q.ndim - 1) + [(0, q.shape[-1] - turning)])
+
+
+def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_table, row_table, q,
+            q_under_sine, numbers, turns, *refs) -> None:
+    """One tile: over all blocks of all rows that its queries may see."""
+    count = (len(refs) - 6) // 2
+    stored, (m, l, acc, turned, turn) = refs[:count], refs[count:count + 5]  # noqa: E741
+    blocks, arrived = refs[count + 5:-1], refs[-1]
+    scaled = count == 4
+    tile = pl.program_id(0)
+    last_raw, first_raw, oldest, first_row, stop_row = (
+        tile_table[column, tile] for column in range(len(_TILE)))
+    raw, born, index = (numbers[0, :, i:i + 1] for i in range(3))  # [vectors, 1]
+
+    def column(name: str, row):
+        return row_table[_ROW.index(name), row]
+
+    def seen(row):
+        """The keys [start, stop) of a row that some query of the tile may see."""
+        begins = column("q_start", row)
+        is_read = (begins < (tile + 1) * size) & (begins + column("q_len", row) > tile * size)
+        is_read &= (begins >= 0) & (column("slot", row) >= 0)
+        is_read &= first_raw < column("visible_until", row)
+        length = jnp.clip(slots - column("slot", row), 0, column("length", row))
+        stop = jnp.clip(last_raw - column("raw", row) + 1, 0, jnp.where(is_read, length, 0))
+        start = jnp.zeros_like(stop)
+        if options.window is not None:
+            start = jnp.clip(oldest - (options.window - 1) - column("position", row), 0, stop)
+        return start, stop
+
+    def with_keys(row):
+        """The first row from this one on that has keys for the tile, `stop_row` for none."""
+        def is_empty(row):
+            start, stop = seen(jnp.minimum(row, row_table.shape[1] - 1))
+            return (row < stop_row) & (start >= stop)
+
+        return lax.while_loop(is_empty, lambda row: row + 1, row)
+
+    def behind(row, block):
+        """The next block, of this row or another."""
+        start, stop = seen(row)
+        is_last = start + (block + 1) * keys >= stop
+        return (lax.cond(is_last, lambda: with_keys(row + 1), lambda: row),
+                jnp.where(is_last, 0, block + 1))
+
+    def slot_of(row, block):
+        """Where a block begins; near the end of the pool it is read from earlier on."""
+        return jnp.minimum(column("slot", row) + seen(row)[0] + block * keys, slots - keys)
+
+    def copies(row, block, side):
+        slot = slot_of(row, block)
+        yield pltpu.make_async_copy(turns.at[row], turn.at[side], arrived.at[side, 0])
+        for i, (source, to) in enumerate(zip(stored, blocks, strict=True), start=1):
+            yield pltpu.make_async_copy(source.at[pl.ds(slot, keys)], to.at[side],
+                                        arrived.at[side, i])
+
+    def fetch(row, block, side):
+        @pl.when(row < stop_row)
+        def _():
+            for copy in copies(row, block, side):
+                copy.start()
+
+    def read(which: int, head: int, side, is_inside):
+        """A block's keys or values of a head; slots outside of the run may hold NaN."""
+        at = which * count // 2
+        x = blocks[at][side, :, head, :]
+        if scaled:
+            x = x.astype(jnp.float32) * blocks[at + 1][side][:, head:head + 1]
+        return jnp.where(is_inside, x, jnp.zeros_like(x))
+
+    def attend(row, block, side):
+        @pl.when(block == 0)
+        def _():
+            turned[...] = q[0] * turn[side, 0][None] + q_under_sine[0] * turn[side, 1][None]
+
+        start, stop = seen(row)
+        start += block * keys
+        first = slot_of(row, block) - column("slot", row)
+
+        def in_run(shape):
+            key = first + lax.broadcasted_iota(jnp.int32, shape, shape.index(keys))
+            return key, (key >= start) & (key < stop)
+
+        key, visible = in_run((1, keys))
+        begins = column("q_start", row)
+        visible &= (begins <= index) & (index < begins + column("q_len", row))
+        visible &= (column("raw", row) + key <= raw) & (raw < column("visible_until", row))
+        if options.window is not None:
+            visible &= born - (column("position", row) + key) < options.window
+        _, is_inside = in_run((keys, 1))
+        for head in range(q.shape[1]):
+            scores = _product(turned[head].astype(dtype), read(0, head, side, is_inside), 1)
+            if options.softcap is not None:
+                scores = options.softcap * jnp.tanh(scores / options.softcap)
+            scores = jnp.where(visible, scores, -jnp.inf)
+            largest = jnp.maximum(m[0, head], scores.max(-1, keepdims=True))
+            base = jnp.where(largest == -jnp.inf, 0.0, largest)
+            weights, old = jnp.exp(scores - base), jnp.exp(m[0, head] - base)
+            values = read(1, head, side, is_inside)
+            m[0, head] = largest
+            l[0, head] = old * l[0, head] + weights.sum(-1, keepdims=True)
+            acc[0, head] = old * acc[0, head] + _product(weights.astype(values.dtype), values, 0)
+
+    def step(state):
+        row, block, side = state
+        following = behind(row, block)
+        fetch(*following, 1 - side)
+        for copy in copies(row, block, side):
+            copy.wait()
+        attend(row, block, side)
+        return *following, 1 - side
+
+    m[...] = jnp.full_like(m, -jnp.inf)
+    l[...] = jnp.zeros_like(l)
+    acc[...] = jnp.zeros_like(acc)
+    zero = jnp.int32(0)
+    first = with_keys(first_row)
+    fetch(first, zero, zero)
+    lax.while_loop(lambda state: state[0] < stop_row, step, (first, zero, zero))
+
+
+def _product(x, block, axis: int):
+    """x, [vectors, n], with a block's axis of n; float32 sums."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, block, (((1,), (axis,)), ((), ())), precision=exact,
+                           preferred_element_type=jnp.float32)
