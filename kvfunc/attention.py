@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvfunc import cpu, xla
-from kvfunc.contract import Options, Partial
+from kvfunc.contract import KERNEL_TYPES, Options, Partial
 from kvfunc.quantize import Quantized, no_gradient
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
@@ -108,14 +108,10 @@ def _missing(implementation: str, k, v) -> str | None:
     """Why an implementation cannot be used here, None if it can."""
     if implementation == "xla":
         return None
-    if implementation == "cpu":
-        supports, unavailable = cpu.supports, cpu.unavailable
-    else:
-        from kvfunc import pallas
-
-        supports, unavailable = pallas.supports, lambda: None
-    return next((f"KV of dtype {number_dtype(x)} is not built" for x in (k, v)
-                 if not supports(x)), None) or unavailable()
+    for x in (k, v):
+        if x.dtype not in KERNEL_TYPES:
+            return f"KV of dtype {number_dtype(x)} is not built"
+    return cpu.unavailable() if implementation == "cpu" else None
 
 
 @functools.lru_cache(maxsize=64)

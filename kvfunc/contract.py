@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+# Types of KV that the kernels of cpu/ and pallas/ read; XLA reads every other too.
+KERNEL_TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8",
+                                     "float8_e4m3fn")))
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:

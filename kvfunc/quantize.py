@@ -55,10 +55,13 @@ class Quantized:
 
     def numbers(self) -> Float[Array, "*vectors dim"]:
         """The numbers that are stored, float32."""
-        values = self.values
-        if values.dtype == BITS_OF_FP8:
-            values = lax.bitcast_convert_type(values, FP8)
-        return values.astype(jnp.float32) * self.scales[..., None]
+        return self.with_numbers().values.astype(jnp.float32) * self.scales[..., None]
+
+    def with_numbers(self) -> Quantized:
+        """The same, with the bits of fp8 as fp8."""
+        if self.values.dtype != BITS_OF_FP8:
+            return self
+        return Quantized(lax.bitcast_convert_type(self.values, FP8), self.scales)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

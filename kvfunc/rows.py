@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -65,6 +66,10 @@ class Rows:
         query_raw = np.pad(np.asarray(self.query_raw, np.int32), (0, queries - have_queries),
                            constant_values=self.NO_QUERY)
         return Rows(**columns, query_raw=query_raw)
+
+    def where(self, mask: Array) -> Rows:
+        """The rows of a mask; the others are empty."""
+        return dataclasses.replace(self, q_len=jnp.where(mask, self.q_len, 0))
 
     @classmethod
     def concatenate(cls, tables: Sequence[Rows]) -> Rows:

@@ -100,6 +100,15 @@ def number_dtype(stored: Array | Quantized) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if stored.dtype == _BITS_OF_BFLOAT16 else stored.dtype
 
 
+def with_numbers(stored: Array | Quantized) -> Array | Quantized:
+    """The same, with bits as the numbers that they stand for."""
+    if isinstance(stored, Quantized):
+        return stored.with_numbers()
+    if stored.dtype == _BITS_OF_BFLOAT16:
+        stored = lax.bitcast_convert_type(stored, jnp.bfloat16)
+    return stored
+
+
 def write_layer(
     stored: Shaped[Array, "slots kv_heads head_dim"] | Quantized, slots: Int[Array, " n"],
     new: Float[Array, "n kv_heads head_dim"],
@@ -121,8 +130,4 @@ def read_block(stored: Shaped[Array, "slots kv_heads head_dim"] | Quantized, sta
                size: int) -> Float[Array, "size kv_heads head_dim"]:
     """The numbers in `size` slots from `start` on, which must lie inside the storage."""
     block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), stored)
-    if isinstance(block, Quantized):
-        return block.numbers()
-    if block.dtype == _BITS_OF_BFLOAT16:
-        block = lax.bitcast_convert_type(block, jnp.bfloat16)
-    return block
+    return block.numbers() if isinstance(block, Quantized) else with_numbers(block)

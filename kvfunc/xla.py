@@ -33,14 +33,10 @@ def forward(options: Options, q, k, v, rows: Rows, births, turn: Rotation) -> Pa
     """The rows of few queries, then the others; arguments as of `segment_attention`."""
     state = Partial.empty(*q.shape)
     few = rows.q_len <= FEW_QUERIES
-    state = _tiles(options, q, k, v, _only(rows, few), births, turn, state, 1)
+    state = _tiles(options, q, k, v, rows.where(few), births, turn, state, 1)
     if q.shape[0] > FEW_QUERIES:
-        state = _tiles(options, q, k, v, _only(rows, ~few), births, turn, state, TILE_QUERIES)
+        state = _tiles(options, q, k, v, rows.where(~few), births, turn, state, TILE_QUERIES)
     return state
-
-
-def _only(rows: Rows, mask) -> Rows:
-    return dataclasses.replace(rows, q_len=jnp.where(mask, rows.q_len, 0))
 
 
 def _product(subscripts: str, grouped, block):

@@ -33,14 +33,8 @@ SOURCES = [pathlib.Path(__file__).with_name(name)
            for name in ("attention.c", "product.c", "common.h")]
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fno-signed-zeros", "-fvisibility=hidden", "-shared", "-fPIC")
-TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8", "float8_e4m3fn")))
 _ATTENTION, _PRODUCT = TARGETS = "kvfunc_segment_attention", "kvfunc_product"
 _log = logging.getLogger(__name__)
-
-
-def supports(stored: jax.Array | Quantized) -> bool:
-    """Whether KV of this type can be read."""
-    return stored.dtype in TYPES
 
 
 def unavailable() -> str | None:

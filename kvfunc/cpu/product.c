@@ -167,7 +167,7 @@ static void sum_tiles(kind kind, const char *weight, int64_t stride, const char 
   _tile_stored(3, to[3], 64);
 }
 
-/* 32 rows of a matrix and the bytes between them; a copy in the memory if they are no whole tiles. */
+/* 32 rows of a matrix and the bytes between them; copied to the memory if no whole tiles. */
 static const char *rows_of(const problem *p, const matrix *w, int output, char *memory,
                            int64_t *stride) {
   int64_t row = (int64_t)p->inner * BYTES[p->kind], width = (int64_t)p->steps * DEEP;

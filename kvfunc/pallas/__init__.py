@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +19,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvfunc.contract import Options, Partial
-from kvfunc.quantize import BITS_OF_FP8, FP8, Quantized
+from kvfunc.contract import Options, Partial, exp_below
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
-from kvfunc.storage import number_dtype
+from kvfunc.storage import number_dtype, with_numbers
 
 FEW_QUERIES = 8  # rows of so many queries or fewer are read by tiles of one
 # Of VMEM, which has 64 MiB or more: for the kernel, its blocks of keys and values, and its tile.
 VMEM_BYTES, BLOCK_BYTES, TILE_BYTES = 48 * 2**20, 8 * 2**20, 24 * 2**20
 _ROW = ("q_start", "q_len", "slot", "length", "raw", "position", "visible_until")
 _TILE = ("last_raw", "first_raw", "oldest", "first_row", "stop_row")
-_TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8", FP8)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,24 +73,15 @@ def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def supports(stored: jax.Array | Quantized) -> bool:
-    """Whether KV of this type can be read."""
-    return stored.dtype in _TYPES
-
-
 def forward(options: Options, q, k, v, rows: Rows, births, turn: Rotation, *,
             interpret: bool = False) -> Partial:
     """As `xla.forward`; `interpret` runs the kernel in JAX's own operations."""
     few = rows.q_len <= FEW_QUERIES
     run = functools.partial(_pass, options, q, k, v, births=births, turn=turn, interpret=interpret)
-    state = run(_only(rows, few), config=Config.of(q, k, few=True))
+    state = run(rows.where(few), config=Config.of(q, k, few=True))
     if q.shape[0] > FEW_QUERIES:
-        state = state.merge(run(_only(rows, ~few), config=Config.of(q, k, few=False)))
+        state = state.merge(run(rows.where(~few), config=Config.of(q, k, few=False)))
     return state
-
-
-def _only(rows: Rows, mask) -> Rows:
-    return dataclasses.replace(rows, q_len=jnp.where(mask, rows.q_len, 0))
 
 
 def _pass(options: Options, q, k, v, rows: Rows, *, births, turn: Rotation, config: Config,
@@ -122,7 +110,7 @@ def _pass(options: Options, q, k, v, rows: Rows, *, births, turn: Rotation, conf
     index = jnp.arange(tiles * size, dtype=jnp.int32).reshape(tiles, size)
     numbers = jnp.stack([jnp.tile(x, (1, group)) for x in (raw, born, index)], -1)
     q = q.astype(jnp.float32) * options.scale
-    stored = [*_arrays(k), *_arrays(v)]
+    stored = [*jax.tree.leaves(with_numbers(k)), *jax.tree.leaves(with_numbers(v))]
 
     def block(last: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, kv_heads, vectors, last), lambda tile, *_: (tile, 0, 0, 0))
@@ -174,18 +162,6 @@ def _tile_table(rows: Rows, raw, born):
         first_row=jnp.where(meets, row, stop_row[:, None]).min(-1, initial=Rows.NEVER),
         stop_row=stop_row)
     return jnp.stack([columns[name] for name in _TILE]).astype(jnp.int32)
-
-
-def _arrays(stored) -> list[Any]:
-    """What the kernel reads: numbers, and their scales if they have some."""
-    if isinstance(stored, Quantized):
-        values = stored.values
-        if values.dtype == BITS_OF_FP8:
-            values = lax.bitcast_convert_type(values, FP8)
-        return [values, stored.scales]
-    if stored.dtype == jnp.uint16:
-        stored = lax.bitcast_convert_type(stored, jnp.bfloat16)
-    return [stored]
 
 
 def _over_dims(turn: Rotation, dim: int):
@@ -303,8 +279,7 @@ def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_tabl
                 scores = options.softcap * jnp.tanh(scores / options.softcap)
             scores = jnp.where(visible, scores, -jnp.inf)
             largest = jnp.maximum(m[0, head], scores.max(-1, keepdims=True))
-            base = jnp.where(largest == -jnp.inf, 0.0, largest)
-            weights, old = jnp.exp(scores - base), jnp.exp(m[0, head] - base)
+            weights, old = exp_below(scores, largest), exp_below(m[0, head], largest)
             values = read(1, head, side, is_inside)
             m[0, head] = largest
             l[0, head] = old * l[0, head] + weights.sum(-1, keepdims=True)
