@@ -1,31 +1,34 @@
 """Segment attention: packed queries read runs of slots, each run at its own shift.
 
-This is the contract; xla.py, cpu/ and pallas/ carry it out. For a key born at b that now counts as
-position n, `R(p) q . R(n) k = R(p + (b - n)) q . R(b) k`: so the keys are read exactly as they were
-written and the query block is turned by the row's shift.
+This is the contract; xla.py, cpu/, pallas/ and triton/ carry it out. For a key born at b that now
+counts as position n, `R(p) q . R(n) k = R(p + (b - n)) q . R(b) k`: so the keys are read exactly as
+they were written and the query block is turned by the row's shift.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvfunc import cpu, xla
+from kvfunc import cpu, triton, xla
 from kvfunc.contract import KERNEL_TYPES, Options, Partial
 from kvfunc.quantize import Quantized, no_gradient
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
-from kvfunc.storage import number_dtype
 
-IMPLEMENTATIONS = ("auto", "xla", "cpu", "pallas")
+IMPLEMENTATIONS = ("auto", "xla", "cpu", "pallas", "triton")
+_FASTEST = {"cpu": "cpu", "tpu": "pallas", "gpu": "triton"}  # of JAX's backends
+_log = logging.getLogger(__name__)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "partials",
@@ -66,7 +69,8 @@ def segment_attention(
       sinks: one logit a head that takes part in the softmax and has no value.
       partials: return the unnormalised (m, l, acc), without sinks, to be merged with others.
       implementation: "xla" runs everywhere; "cpu" is C code for CPUs; "pallas" is a kernel for
-        TPUs, interpreted elsewhere; "auto" is "cpu" on CPUs where it can be compiled, else "xla".
+        TPUs, interpreted elsewhere; "triton" is a kernel for NVIDIA GPUs; "auto" is what is made
+        for JAX's default backend, or "xla" where that cannot be used, which is logged once.
 
     Returns:
       float32 outputs, 0 for queries that see nothing; or a `Partial`. Differentiable in q, k, v and
@@ -85,33 +89,52 @@ def segment_attention(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
     options = Options(head_dim**-0.5 if scale is None else float(scale), window, softcap)
-    attend = _attend(options, _chosen(implementation, k, v))
+    attend = _attend(options, choose(implementation, k.dtype, v.dtype))
     partial = attend(q, k, v, rows, births, jax.tree.map(lax.stop_gradient, turn))
     return partial if partials else partial.finish(sinks)
 
 
-def _chosen(implementation: str, k, v) -> str:
-    """The implementation for this call: "xla", "cpu" or "pallas"."""
+def choose(implementation: str, *stored: DTypeLike) -> str:
+    """What `segment_attention` does with this `implementation`: "auto" becomes one of the others.
+
+    Args:
+      implementation: as for `segment_attention`.
+      stored: types that K and V are stored as.
+
+    Raises:
+      ValueError: if it is unknown.
+      NotImplementedError: if it cannot be used here, and is not "auto".
+    """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
                          f"got {implementation!r}")
     asked = implementation
     if asked == "auto":
-        asked = "cpu" if jax.default_backend() == "cpu" else "xla"
-    missing = _missing(asked, k, v)
-    if missing and implementation != "auto":
-        raise NotImplementedError(f'implementation="{asked}" cannot be used: {missing}; use "xla"')
-    return "xla" if missing else asked
+        asked = _FASTEST.get(jax.default_backend(), "xla")
+    missing = _missing(asked, stored)
+    if not missing:
+        return asked
+    if implementation == "auto":
+        _say_once(f'attention runs on "xla", since "{asked}" cannot be used: {missing}')
+        return "xla"
+    raise NotImplementedError(f'implementation="{asked}" cannot be used: {missing}; use "xla"')
 
 
-def _missing(implementation: str, k, v) -> str | None:
+def _missing(implementation: str, stored: Sequence[DTypeLike]) -> str | None:
     """Why an implementation cannot be used here, None if it can."""
     if implementation == "xla":
         return None
-    for x in (k, v):
-        if x.dtype not in KERNEL_TYPES:
-            return f"KV of dtype {number_dtype(x)} is not built"
-    return cpu.unavailable() if implementation == "cpu" else None
+    for dtype in map(jnp.dtype, stored):
+        if dtype not in KERNEL_TYPES:
+            return f"KV of dtype {dtype} is not built"
+    if implementation == "cpu":
+        return cpu.unavailable()
+    return triton.unavailable() if implementation == "triton" else None
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    _log.warning(sentence)
 
 
 @functools.lru_cache(maxsize=64)
@@ -181,4 +204,6 @@ def _forward(options: Options, chosen: str, *args) -> Partial:
         kernel = functools.partial(pallas.forward, options)
         return lax.platform_dependent(*args, tpu=kernel,
                                       default=functools.partial(kernel, interpret=True))
+    if chosen == "triton":
+        return triton.forward(options, *args)
     return xla.forward(options, *args)

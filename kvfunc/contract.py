@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Types of KV that the kernels of cpu/ and pallas/ read; XLA reads every other too.
+# Types of KV that the kernels of cpu/, pallas/ and triton/ read; XLA reads every other too.
 KERNEL_TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "uint16", "int8", "uint8",
                                      "float8_e4m3fn")))
 
@@ -44,6 +44,13 @@ class Partial:
         a, b = exp_below(self.m, m), exp_below(other.m, m)
         return Partial(m=m, l=a * self.l + b * other.l,
                        acc=a[..., None] * self.acc + b[..., None] * other.acc)
+
+    def merged(self) -> Partial:
+        """The parts that are stacked along the first axis, merged."""
+        m = self.m.max(0)
+        weights = exp_below(self.m, m[None])
+        return Partial(m=m, l=(weights * self.l).sum(0),
+                       acc=(weights[..., None] * self.acc).sum(0))
 
     def finish(self, sinks: Float[Array, " heads"] | None = None) -> (
             Float[Array, "*n head_dim"]):

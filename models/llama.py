@@ -56,6 +56,7 @@ class Layer(nn.Module):
 
     config: ModelConfig
     dtype: DTypeLike
+    attention: str
 
     @nn.compact
     def __call__(self, x, k_stored, v_stored, births, slots, rows, born: Rotation,
@@ -80,7 +81,7 @@ class Layer(nn.Module):
         k_stored = write_layer(k_stored, slots, born(k))
         v_stored = write_layer(v_stored, slots, v)
         attended = segment_attention(born(q), k_stored, v_stored, rows, births, turn,
-                                     window=c.window)
+                                     window=c.window, implementation=self.attention)
         attended = attended.astype(self.dtype).reshape(-1, c.heads * c.head_dim)
         x = x + product(attended, matrix("o", c.width, c.heads * c.head_dim), self.dtype)
 
@@ -92,10 +93,17 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model; `dtype` is the type of weights and activations. Parameters are never held here."""
+    """The model. Parameters are never held here.
+
+    Args:
+      config: sizes and RoPE.
+      dtype: type of weights and activations.
+      attention: the implementation, as `segment_attention` takes it.
+    """
 
     config: ModelConfig
     dtype: DTypeLike = jnp.bfloat16
+    attention: str = "auto"
 
     @nn.compact
     def __call__(self, tokens, births, slots, kv, rows, at=None):
@@ -112,7 +120,7 @@ class Llama(nn.Module):
         born, turn = c.rope.birth_rotation(births), c.rope.rotation(rows.shift)
         stored = []
         for i in range(c.layers):
-            layer = Layer(c, self.dtype, name=f"layer_{i}")
+            layer = Layer(c, self.dtype, self.attention, name=f"layer_{i}")
             x, k, v = layer(x, kv.k[i], kv.v[i], births, slots, rows, born, turn)
             stored.append((k, v))
         if at is not None:

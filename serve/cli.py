@@ -65,6 +65,16 @@ class KvDtype(StrEnum):
         return "float8_e4m3fn" if self is KvDtype.fp8 else self.value
 
 
+class Attention(StrEnum):
+    """Implementations of attention; auto is the one that is made for the device."""
+
+    auto = "auto"
+    xla = "xla"
+    cpu = "cpu"
+    pallas = "pallas"
+    triton = "triton"
+
+
 class EvictionPolicy(StrEnum):
     """What loses its KV first when memory is short."""
 
@@ -156,6 +166,15 @@ def serve(
             "used."
         ),
     ] = EvictionPolicy.worth,
+    attention: Annotated[
+        Attention,
+        typer.Option(
+            help="What computes attention. auto takes what is made for the machine's device: cpu "
+            "(C code) on CPUs, pallas on TPUs, triton on NVIDIA GPUs; and xla, which runs "
+            "everywhere, where that cannot be used. Away from TPUs pallas is interpreted, for "
+            "tests: very slow."
+        ),
+    ] = Attention.auto,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API.", show_default="the file's")
     ] = None,
@@ -243,9 +262,12 @@ def serve(
             chunk=max_num_batched_tokens,
             policy=eviction_policy.value,
             max_queue=max_queue,
+            attention=attention.value,
         )
     except ValueError as error:
         _fail(str(error))
+    except NotImplementedError as error:
+        _fail(f"--attention {attention}: {error}")
     with _step(console, "compiling") as progress:
         engine.warm_up(progress)
 
@@ -257,7 +279,7 @@ def serve(
     console.print(
         f"{engine.name}: context {engine.context_length:,} tokens; {max_num_seqs} requests at "
         f"once; KV cache {engine.kv_tokens:,} tokens of {kv_dtype or dtype} in pages of "
-        f"{page_size}, {size}"
+        f"{page_size}, {size}; attention on {engine.attention}"
     )
     console.print("OpenAI's API under /v1, Ctrl-C stops")
     run(web, listener, drain_timeout=drain_timeout)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvfunc.attention import choose
 from kvfunc.history import HOLE, History
 from kvfunc.models.llama import Llama
 from kvfunc.models.load import LoadedModel
@@ -78,15 +79,18 @@ class Engine:
       chunk: the most queries of a step, so the longest that a running answer waits.
       policy: what is evicted first, one of `eviction.POLICIES`.
       max_queue: how many requests may be there beyond those that run at once.
+      attention: the implementation, as `segment_attention` takes it. The attribute of this name
+        is what was chosen, never "auto".
 
     Raises:
-      ValueError: for sizes out of range, or a context beyond the model's.
+      ValueError: for sizes out of range, a context beyond the model's, or an unknown `attention`.
+      NotImplementedError: if `attention` cannot be used here, or not with this type of KV.
     """
 
     def __init__(self, model: LoadedModel, *, kv_dtype: DTypeLike | None = None,
                  context_length: int | None = None, kv_tokens: int = 32768, page_size: int = 16,
                  max_num_seqs: int = 16, chunk: int = 512, policy: str = "worth",
-                 max_queue: int = 256):
+                 max_queue: int = 256, attention: str = "auto"):
         config = model.config
         weights_dtype = model.dtype
         _check(config.context_length, context_length, kv_tokens, page_size, max_num_seqs, chunk,
@@ -96,6 +100,7 @@ class Engine:
         self.compilations = 0
         self.seconds = Seconds()
         self._stored = fastest_dtype(weights_dtype if kv_dtype is None else kv_dtype)
+        self.attention = choose(attention, self._stored)
 
         # XLA's CPU products of one row of bfloat16 or int8 fall off the fast path.
         least = 1 if model.params["embed"]["weight"].dtype == jnp.float32 else 2
@@ -137,7 +142,7 @@ class Engine:
         self._wake, self._stopping = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._failed = False
-        network = Llama(config, weights_dtype)
+        network = Llama(config, weights_dtype, self.attention)
 
         def step(params, kv, packed, table, at):
             self.compilations += 1  # runs when traced, that is once for each shape

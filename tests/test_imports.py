@@ -16,6 +16,7 @@ MAY_IMPORT = {"kvfunc": set(), "kvfunc.models": {"kvfunc"},
               "kvfunc.serve": {"kvfunc", "kvfunc.models"}}
 # What the library may use besides Python's own modules.
 LIBRARY = {"jax", "numpy", "jaxtyping", "kvfunc"}
+CUDA = {"jax_triton", "triton"}  # comes with kvfunc[cuda]
 
 
 def imported(source, package):
@@ -67,7 +68,8 @@ def test_arrows_point_from_serve_to_models_to_kvfunc(folder):
 def test_the_library_needs_jax_numpy_and_jaxtyping_alone():
     for path in files("kvfunc"):
         tops = {module.split(".")[0] for module in imported(path.read_text(), "kvfunc")}
-        foreign = tops - LIBRARY - sys.stdlib_module_names
+        allowed = LIBRARY | CUDA if path.parent.name == "triton" else LIBRARY
+        foreign = tops - allowed - sys.stdlib_module_names
         assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 
@@ -89,7 +91,7 @@ def test_import_kvfunc_loads_nothing_until_a_name_is_used():
 def test_all_public_names_resolve_without_flax_models_or_serve():
     loaded = modules_after("from kvfunc import *")
     assert "kvfunc.attention" in loaded
-    assert not {"flax", "kvfunc.models", "kvfunc.serve"} & loaded
+    assert not {"flax", "kvfunc.models", "kvfunc.serve", "kvfunc.pallas", "jax_triton"} & loaded
 
 
 def test_public_names_are_what_they_say():

@@ -3,7 +3,7 @@
 XLA's loops run on one core and its thin products below full speed; this goes over the same blocks
 on all cores of XLA's own thread pool, and on AMX for bfloat16 where the machine has it. The
 compiler is CC (by default cc) with CFLAGS; what it makes is kept in ~/.cache/kvfunc (or below
-XDG_CACHE_HOME). Without one the XLA implementation stays in use, and a warning says so once.
+XDG_CACHE_HOME). Without one the XLA implementation stays in use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import pathlib
 import platform
@@ -34,7 +33,6 @@ SOURCES = [pathlib.Path(__file__).with_name(name)
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fno-signed-zeros", "-fvisibility=hidden", "-shared", "-fPIC")
 _ATTENTION, _PRODUCT = TARGETS = "kvfunc_segment_attention", "kvfunc_product"
-_log = logging.getLogger(__name__)
 
 
 def unavailable() -> str | None:
@@ -59,9 +57,8 @@ def _library() -> ctypes.CDLL | str:
                                         platform="cpu")
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
-        _log.warning("attention and products run on XLA, which is slower: the C compiler %r "
-                     "failed: %s; install one, or name it in CC", shlex.join(_compiler()), said)
-        return f"it could not be compiled: {said}"
+        return (f"the C compiler {shlex.join(_compiler())!r} failed: {said}; install one, or name "
+                "it in CC")
     return library
 
 

@@ -3,7 +3,7 @@
 A tile is some neighbouring packed queries. It stays in VMEM while the blocks of keys that it may
 see come in from the pool, each fetched while the one before is worked on; what no query of the tile
 sees is not fetched. The rows lie in SMEM, the rotation of a row comes with its first block, and the
-queries are turned there: q cos + q' sin, where q' is what the sine multiplies, made once.
+queries are turned there.
 
 Elsewhere than on TPUs the kernel is interpreted, which is slow and serves tests.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,21 @@ from kvfunc.contract import Options, Partial, exp_below
 from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import number_dtype, with_numbers
+from kvfunc.tiles import (
+    Runs,
+    Tiles,
+    in_passes,
+    over_dims,
+    padded,
+    runs_of,
+    seen,
+    tiles_of,
+    under_sine,
+    up,
+)
 
-FEW_QUERIES = 8  # rows of so many queries or fewer are read by tiles of one
 # Of VMEM, which has 64 MiB or more: for the kernel, its blocks of keys and values, and its tile.
 VMEM_BYTES, BLOCK_BYTES, TILE_BYTES = 48 * 2**20, 8 * 2**20, 24 * 2**20
-_ROW = ("q_start", "q_len", "slot", "length", "raw", "position", "visible_until")
-_TILE = ("last_raw", "first_raw", "oldest", "first_row", "stop_row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,54 +71,43 @@ class Config:
         turned, and two of m and l.
         """
         heads, dim = q.shape[1:]
-        width = _up(dim, 128)
-        of_key = 4 * _up(k.shape[1], 32 // k.dtype.itemsize) * width * k.dtype.itemsize
+        width = up(dim, 128)
+        of_key = 4 * up(k.shape[1], 32 // k.dtype.itemsize) * width * k.dtype.itemsize
         of_query = 4 * heads * (7 * width + 4 * 128)
         keys = max(128, min(512, BLOCK_BYTES // of_key // 128 * 128))
         queries = max(8, min(128, TILE_BYTES // of_query // 8 * 8))
         return cls(1 if few else queries, keys)
 
 
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
 def forward(options: Options, q, k, v, rows: Rows, births, turn: Rotation, *,
-            interpret: bool = False) -> Partial:
-    """As `xla.forward`; `interpret` runs the kernel in JAX's own operations."""
-    few = rows.q_len <= FEW_QUERIES
-    run = functools.partial(_pass, options, q, k, v, births=births, turn=turn, interpret=interpret)
-    state = run(rows.where(few), config=Config.of(q, k, few=True))
-    if q.shape[0] > FEW_QUERIES:
-        state = state.merge(run(rows.where(~few), config=Config.of(q, k, few=False)))
-    return state
+            interpret: Any = False) -> Partial:
+    """As `xla.forward`; `interpret` is Pallas's, and not False elsewhere than on TPUs."""
+    return in_passes(lambda rows, few: _pass(options, q, k, v, rows, births, turn,
+                                             config=Config.of(q, k, few), interpret=interpret),
+                     rows)
 
 
-def _pass(options: Options, q, k, v, rows: Rows, *, births, turn: Rotation, config: Config,
-          interpret: bool) -> Partial:
+def _pass(options: Options, q, k, v, rows: Rows, births, turn: Rotation, *, config: Config,
+          interpret: Any) -> Partial:
     """The attention of one size of tiles."""
     queries, heads, dim = q.shape
     slots, kv_heads = k.shape[:2]
     group, size, keys = heads // kv_heads, config.queries, min(config.keys, slots)
-    tiles = -(-queries // size)
     vectors = group * size  # of a tile and a KV head: for each head of the group its queries
 
-    def padded(x, fill=0):
-        padding = [(0, tiles * size - queries)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, padding, constant_values=fill)
-
     def tiled(x):
-        x = padded(x).reshape(tiles, size, kv_heads, group, dim)
-        return jnp.moveaxis(x, 1, 3).reshape(tiles, kv_heads, vectors, dim)
+        x = padded(x, size).reshape(-1, size, kv_heads, group, dim)
+        return jnp.moveaxis(x, 1, 3).reshape(-1, kv_heads, vectors, dim)
 
     def untiled(x):
-        x = jnp.moveaxis(x.reshape(tiles, kv_heads, group, size, -1), 3, 1)
-        return x.reshape(tiles * size, heads, -1)[:queries]
+        x = jnp.moveaxis(x.reshape(-1, kv_heads, group, size, x.shape[-1]), 3, 1)
+        return x.reshape(-1, heads, x.shape[-1])[:queries]
 
-    raw = padded(rows.query_raw, Rows.NO_QUERY).reshape(tiles, size)
-    born = padded(births).reshape(tiles, size)
-    index = jnp.arange(tiles * size, dtype=jnp.int32).reshape(tiles, size)
-    numbers = jnp.stack([jnp.tile(x, (1, group)) for x in (raw, born, index)], -1)
+    index = jnp.arange(queries, dtype=jnp.int32)
+    numbers = (padded(rows.query_raw, size, Rows.NO_QUERY), padded(births, size),
+               padded(index, size))
+    numbers = jnp.stack([jnp.tile(x.reshape(-1, size), (1, group)) for x in numbers], -1)
+    tiles = numbers.shape[0]
     q = q.astype(jnp.float32) * options.scale
     stored = [*jax.tree.leaves(with_numbers(k)), *jax.tree.leaves(with_numbers(v))]
 
@@ -134,55 +133,9 @@ def _pass(options: Options, q, k, v, rows: Rows, *, births, turn: Rotation, conf
                 pltpu.SemaphoreType.DMA((2, 1 + len(stored)))]),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret, name="segment_attention",
-    )(_tile_table(rows, raw, born), _row_table(rows), tiled(q), tiled(_under_sine(q, turn)),
-      numbers, _over_dims(turn, dim), *stored)
+    )(jnp.stack(tiles_of(rows, births, size)), jnp.stack(runs_of(rows)), tiled(q),
+      tiled(under_sine(q, turn)), numbers, over_dims(turn, dim)[:, :, None], *stored)
     return Partial(m=untiled(m)[..., 0], l=untiled(l)[..., 0], acc=untiled(acc))
-
-
-def _row_table(rows: Rows):
-    """[_ROW, rows] int32; `position` is that of a row's first key as its queries see it."""
-    columns = dict(position=rows.birth - rows.shift)
-    return jnp.stack([columns[name] if name in columns else getattr(rows, name)
-                      for name in _ROW]).astype(jnp.int32)
-
-
-def _tile_table(rows: Rows, raw, born):
-    """[_TILE, tiles] int32: bounds of what a tile's queries see, and of the rows they stand in."""
-    tiles, size = raw.shape
-    start = jnp.arange(tiles, dtype=jnp.int32)[:, None] * size
-    stop = (rows.q_start + rows.q_len)[None]
-    meets = (rows.q_start[None] < start + size) & (start < stop)
-    meets &= ((rows.q_len > 0) & (rows.length > 0))[None]
-    row = jnp.arange(rows.q_len.shape[0], dtype=jnp.int32)[None]
-    stop_row = jnp.where(meets, row + 1, 0).max(-1, initial=0)
-    real = raw != Rows.NO_QUERY
-    columns = dict(
-        last_raw=raw.max(-1), first_raw=jnp.where(real, raw, Rows.NEVER).min(-1),
-        oldest=jnp.where(real, born, Rows.NEVER).min(-1),
-        first_row=jnp.where(meets, row, stop_row[:, None]).min(-1, initial=Rows.NEVER),
-        stop_row=stop_row)
-    return jnp.stack([columns[name] for name in _TILE]).astype(jnp.int32)
-
-
-def _over_dims(turn: Rotation, dim: int):
-    """[rows, 2, 1, dim]: cosine and sine of each dim; dims that do not turn have 1 and 0."""
-    def spread(x, fill: float):
-        x = jnp.repeat(x, 2, -1) if turn.interleaved else jnp.tile(x, (1, 2))
-        return jnp.pad(x, ((0, 0), (0, dim - x.shape[-1])), constant_values=fill)
-
-    return jnp.stack([spread(turn.cos, 1.0), spread(turn.sin, 0.0)], 1)[:, :, None]
-
-
-def _under_sine(q, turn: Rotation):
-    """For each pair (a, b) that turns, (-b, a)."""
-    turning = 2 * turn.cos.shape[-1]
-    x = q[..., :turning]
-    if turn.interleaved:
-        x = jnp.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
-    else:
-        a, b = jnp.split(x, 2, -1)
-        x = jnp.concatenate([-b, a], -1)
-    return jnp.pad(x, [(0, 0)] * (q.ndim - 1) + [(0, q.shape[-1] - turning)])
 
 
 def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_table, row_table, q,
@@ -193,44 +146,34 @@ def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_tabl
     blocks, arrived = refs[count + 5:-1], refs[-1]
     scaled = count == 4
     tile = pl.program_id(0)
-    last_raw, first_raw, oldest, first_row, stop_row = (
-        tile_table[column, tile] for column in range(len(_TILE)))
+    bounds = Tiles(*(tile_table[column, tile] for column in range(len(Tiles._fields))))
+    stop_row = bounds.stop_row
     raw, born, index = (numbers[0, :, i:i + 1] for i in range(3))  # [vectors, 1]
 
-    def column(name: str, row):
-        return row_table[_ROW.index(name), row]
+    def run_of(row):
+        return Runs(*(row_table[column, row] for column in range(len(Runs._fields))))
 
-    def seen(row):
-        """The keys [start, stop) of a row that some query of the tile may see."""
-        begins = column("q_start", row)
-        is_read = (begins < (tile + 1) * size) & (begins + column("q_len", row) > tile * size)
-        is_read &= (begins >= 0) & (column("slot", row) >= 0)
-        is_read &= first_raw < column("visible_until", row)
-        length = jnp.clip(slots - column("slot", row), 0, column("length", row))
-        stop = jnp.clip(last_raw - column("raw", row) + 1, 0, jnp.where(is_read, length, 0))
-        start = jnp.zeros_like(stop)
-        if options.window is not None:
-            start = jnp.clip(oldest - (options.window - 1) - column("position", row), 0, stop)
-        return start, stop
+    def seen_of(row):
+        return seen(options, slots, size, tile, bounds, run_of(row))
 
     def with_keys(row):
         """The first row from this one on that has keys for the tile, `stop_row` for none."""
         def is_empty(row):
-            start, stop = seen(jnp.minimum(row, row_table.shape[1] - 1))
+            start, stop = seen_of(jnp.minimum(row, row_table.shape[1] - 1))
             return (row < stop_row) & (start >= stop)
 
         return lax.while_loop(is_empty, lambda row: row + 1, row)
 
     def behind(row, block):
         """The next block, of this row or another."""
-        start, stop = seen(row)
+        start, stop = seen_of(row)
         is_last = start + (block + 1) * keys >= stop
         return (lax.cond(is_last, lambda: with_keys(row + 1), lambda: row),
                 jnp.where(is_last, 0, block + 1))
 
     def slot_of(row, block):
         """Where a block begins; near the end of the pool it is read from earlier on."""
-        return jnp.minimum(column("slot", row) + seen(row)[0] + block * keys, slots - keys)
+        return jnp.minimum(run_of(row).slot + seen_of(row)[0] + block * keys, slots - keys)
 
     def copies(row, block, side):
         slot = slot_of(row, block)
@@ -258,20 +201,20 @@ def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_tabl
         def _():
             turned[...] = q[0] * turn[side, 0][None] + q_under_sine[0] * turn[side, 1][None]
 
-        start, stop = seen(row)
+        start, stop = seen_of(row)
         start += block * keys
-        first = slot_of(row, block) - column("slot", row)
+        run = run_of(row)
+        first = slot_of(row, block) - run.slot
 
         def in_run(shape):
             key = first + lax.broadcasted_iota(jnp.int32, shape, shape.index(keys))
             return key, (key >= start) & (key < stop)
 
         key, visible = in_run((1, keys))
-        begins = column("q_start", row)
-        visible &= (begins <= index) & (index < begins + column("q_len", row))
-        visible &= (column("raw", row) + key <= raw) & (raw < column("visible_until", row))
+        visible &= (run.q_start <= index) & (index < run.q_start + run.q_len)
+        visible &= (run.raw + key <= raw) & (raw < run.visible_until)
         if options.window is not None:
-            visible &= born - (column("position", row) + key) < options.window
+            visible &= born - (run.position + key) < options.window
         _, is_inside = in_run((keys, 1))
         for head in range(q.shape[1]):
             scores = _product(turned[head].astype(dtype), read(0, head, side, is_inside), 1)
@@ -298,7 +241,7 @@ def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_tabl
     l[...] = jnp.zeros_like(l)
     acc[...] = jnp.zeros_like(acc)
     zero = jnp.int32(0)
-    first = with_keys(first_row)
+    first = with_keys(bounds.first_row)
     fetch(first, zero, zero)
     lax.while_loop(lambda state: state[0] < stop_row, step, (first, zero, zero))
 

@@ -1,6 +1,7 @@
 """The contract of segment_attention, for every implementation of it.
 
-A backend's test is a subclass that names its `implementation`. Whatever the problem, padding
+A backend's test is a subclass that names its `implementation`; that of Triton is run by
+test_triton.py. Whatever the problem, padding
 queries must give exactly 0, and NaN outside of the rows must not show: `attend` checks that always.
 """
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from kvfunc.attention import Partial, segment_attention
 from kvfunc.rows import Rows
 
+from .conftest import INTERPRETED
 from .shapes import (
     GEMMA_2_27B,
     GPT_OSS_20B,
@@ -260,6 +262,11 @@ class TestCPU(SegmentAttentionContract):
 
 class TestPallas(SegmentAttentionContract):
     implementation = staticmethod(functools.partial(segment_attention, implementation="pallas"))
+
+
+if INTERPRETED:
+    class TestTriton(SegmentAttentionContract):
+        implementation = staticmethod(functools.partial(segment_attention, implementation="triton"))
 
 
 @pytest.mark.parametrize("change, message", [

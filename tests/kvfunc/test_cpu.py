@@ -24,16 +24,16 @@ def test_a_failing_compiler_leaves_xla_and_says_so_once(monkeypatch, tmp_path, c
     cpu._library.cache_clear()
     jax.clear_caches()  # what was traced with a compiler would not ask again
     try:
-        with caplog.at_level(logging.WARNING, "kvfunc.cpu"):
-            assert "could not be compiled" in cpu.unavailable()
-            assert cpu.unavailable() is not None
-        assert len(caplog.records) == 1
-        assert "the C compiler 'false' failed" in caplog.text
         q, k, v = numbers("float32")
         births, rows = jnp.arange(QUERIES, dtype=jnp.int32), table([(0, 4, 0, 9, 0, 0, Rows.NEVER)])
         turn = ROPE.rotation(jnp.asarray(rows.shift))
-        segment_attention(q, k, v, rows, births, turn)
-        with pytest.raises(NotImplementedError, match="could not be compiled"):
+        with caplog.at_level(logging.WARNING, "kvfunc.attention"):
+            segment_attention(q, k, v, rows, births, turn)
+            segment_attention(q, k, v, rows, births, turn, window=7)
+        assert [record.message for record in caplog.records] == [
+            'attention runs on "xla", since "cpu" cannot be used: ' + cpu.unavailable()]
+        assert "the C compiler 'false' failed" in caplog.text
+        with pytest.raises(NotImplementedError, match=r"compiler 'false' failed.*; use .xla"):
             segment_attention(q, k, v, rows, births, turn, implementation="cpu")
     finally:
         cpu._library.cache_clear()

@@ -21,6 +21,6 @@ def each_attention(request):
         if request.param == "XLA in small blocks":
             for name, value in SMALL_BLOCKS.items():
                 patch.setattr(kvfunc.xla, name, value)
-            patch.setattr(kvfunc.attention, "_chosen", lambda *_: "xla")
+            patch.setattr(kvfunc.attention, "choose", lambda *_: "xla")
         yield
     jax.clear_caches()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from kvfunc.attention import IMPLEMENTATIONS
 from kvfunc.serve import cli
 from kvfunc.serve.client import READY, Client, Refused, ServerBroke, started_server
 
@@ -29,6 +30,7 @@ STUBBED_SERVE = """
 
     class Engine:
         context_length, kv_bytes_per_token, shapes = 40, 1000, [(1, 40), (512, 40)]
+        attention = "xla"
         def __init__(self, model, *, kv_tokens, **options):
             self.name = model.name
             self.kv_tokens = kv_tokens
@@ -218,6 +220,13 @@ def test_what_cannot_be_served_is_one_line_and_exit_2(fails, fault, complaint):
     assert done.stderr == f"kvfunc: {complaint}{fault}\n"
 
 
+def test_every_implementation_of_attention_can_be_named_and_no_other():
+    assert tuple(cli.Attention) == IMPLEMENTATIONS
+    result = invoke("serve", "nowhere.gguf", "--attention", "cuda")
+    assert result.exit_code == 2
+    assert "--attention" in result.stderr and "'cuda'" in result.stderr
+
+
 def test_a_port_in_use_is_named_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -231,6 +240,7 @@ def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
         *("--port", "0", "--kv-tokens", "5000", "--served-model-name", "mine"),
         *("--kv-dtype", "fp8", "--page-size", "8", "--max-num-seqs", "3"),
         *("--max-num-batched-tokens", "99", "--eviction-policy", "lru", "--max-queue", "7"),
+        *("--attention", "pallas"),
         *("--api-key", "one,two", "--api-key", "three", "--request-timeout", "2.5"),
     ) as process:
         printed = []
@@ -244,13 +254,14 @@ def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
     assert process.returncode == 0
     assert rest == "stopped\n"
     options = {"kv_dtype": "float8_e4m3fn", "context_length": None, "page_size": 8,
-               "max_num_seqs": 3, "chunk": 99, "policy": "lru", "max_queue": 7}
+               "max_num_seqs": 3, "chunk": 99, "policy": "lru", "max_queue": 7,
+               "attention": "pallas"}
     assert f"engine 5000 {options}\n" in printed
     options = {"api_keys": ["one", "two", "three"], "request_timeout": 2.5}
     assert f"app {options}\n" in printed
     assert "compiled steps (tokens x rows): 1 x 40, 512 x 40\n" in printed
     assert ("mine: context 40 tokens; 3 requests at once; KV cache 5,000 tokens of fp8 in pages of "
-            "8, 5.0 MB\n") in printed
+            "8, 5.0 MB; attention on xla\n") in printed
 
 
 def test_a_started_server_ends_with_its_block():

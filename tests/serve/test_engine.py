@@ -939,3 +939,41 @@ def test_resident_kv_is_never_written_again(engine):
     before = jax.tree.map(lambda x: np.array(x[slots]), engine._kv)
     assert ask(engine, request)[0].computed_tokens == 1
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[slots]), before, engine._kv)
+
+
+@pytest.mark.parametrize("attention", ["xla", "cpu", "pallas"])
+def test_an_answer_is_the_same_on_every_implementation_of_attention(model, cold, monkeypatch,
+                                                                    attention):
+    tokens, ran = text(24), set()
+    requests = [Request(tokens), Request(tokens, (Drop(18, ((5, 12),)), Repos(20)))]
+    expected = [cold(request) for request in requests]
+    assert expected[0] != expected[1]
+
+    def noting(*args, implementation, **options):
+        ran.add(implementation)
+        return kvfunc.segment_attention(*args, implementation=implementation, **options)
+
+    monkeypatch.setattr("kvfunc.models.llama.segment_attention", noting)
+    engine = emptied(Engine(model, kv_tokens=64, context_length=64, chunk=8, max_num_seqs=2,
+                            attention=attention))
+    for cached in 0, len(tokens) - 1:
+        asked = [request.submit(engine) for request in requests]
+        run(engine)
+        for one, answer in zip(asked, expected, strict=True):
+            assert one.end == End("length")
+            assert_same(one.tokens, answer)
+        assert asked[0].usage.cached_tokens == cached
+    assert ran == {engine.attention} == {attention}
+
+
+def test_attention_is_chosen_by_the_type_that_is_stored(model):
+    assert Engine(model, kv_tokens=16, kv_dtype="float16").attention == "xla"
+    with pytest.raises(NotImplementedError, match="KV of dtype float16 is not built"):
+        Engine(model, kv_tokens=16, kv_dtype="float16", attention="cpu")
+
+
+def test_attention_that_cannot_run_here_is_named(model):
+    with pytest.raises(NotImplementedError, match='implementation="triton" cannot be used'):
+        Engine(model, attention="triton")
+    with pytest.raises(ValueError, match="one of auto, xla, cpu, pallas, triton, got 'cuda'"):
+        Engine(model, attention="cuda")

@@ -219,3 +219,13 @@ def test_chat_and_replay_send_the_key(tmp_path):
                     "OPENAI_API_KEY" not in environment)
                 assert KEY not in done.output
         listener.close()
+
+
+def test_attention_that_cannot_run_here_is_one_line_and_exit_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvfunc.serve.cli", "serve", "--port", "0", "--attention", "triton"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 2
+    assert done.stderr == (
+        'kvfunc: --attention triton: implementation="triton" cannot be used: it needs an NVIDIA '
+        "GPU, and JAX runs on 'cpu' here; use \"xla\"\n")
