@@ -42,9 +42,13 @@ class Shape:
 
 # Windows are shorter than the models' own, so that short problems reach beyond them.
 SMOLLM2_135M = Shape(9, 3, 64, queries=300, slots=4000)
-LLAMA_3_1_8B = Shape(32, 8, 128)
+LLAMA_3_1_8B = QWEN3_8B = Shape(32, 8, 128)
 GPT_OSS_20B = Shape(64, 8, 64, window=128, sinks=True)
 GEMMA_2_27B = Shape(32, 16, 128, scale=144**-0.5, window=96, softcap=50.0)
+GEMMA_2_2B = Shape(8, 4, 256, window=96, softcap=50.0)
+# What one of eight devices has of a model.
+PHI_2_OF_EIGHT = Shape(4, 4, 80)
+PHI_3_MINI_OF_EIGHT = Shape(4, 4, 96)
 # A pool smaller than a block, and decode of one request.
 LLAMA_2_7B = Shape(32, 32, 128, queries=12, slots=40, rows=8)
 QWEN3_0_6B = Shape(16, 8, 128, queries=1, rows=64)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvfunc.attention import segment_attention
@@ -20,8 +20,9 @@ from .conftest import INTERPRETED
 SLOTS, KV_HEADS, GROUP, HEAD_DIM, QUERIES, ROWS = 2600, 2, 3, 48, 80, 12
 ROPE = Rope.default(HEAD_DIM - 16)
 each_other = pytest.mark.parametrize("other", ["triton"] if INTERPRETED else ["cpu", "pallas"])
-# Triton multiplies what is quantised by numbers in two parts, of 16 bits together.
-QUANTIZED = 5e-5 if INTERPRETED else 1e-5
+# Triton multiplies what is quantised by numbers in two parts of bfloat16, and its interpreter cuts
+# bits off where a GPU rounds.
+QUANTIZED = 1e-4 if INTERPRETED else 1e-5
 TYPES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": QUANTIZED, "float8_e4m3fn": QUANTIZED}
 
 
@@ -60,7 +61,8 @@ rows_anywhere = st.lists(
 
 
 @each_other
-@settings(max_examples=8 if INTERPRETED else 25, deadline=None, derandomize=True)
+@settings(max_examples=8 if INTERPRETED else 25, deadline=None, derandomize=True,
+          phases=set(Phase) - {Phase.shrink} if INTERPRETED else Phase)
 @given(rows_anywhere, st.sampled_from(sorted(TYPES)), st.sampled_from([None, 1, 300]))
 def test_any_rows_give_what_xla_gives(other, rows, dtype, window):
     """Also rows of the same queries that are no neighbours, and keys shared out over threads."""

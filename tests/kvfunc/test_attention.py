@@ -22,11 +22,15 @@ from kvfunc.rows import Rows
 
 from .conftest import INTERPRETED
 from .shapes import (
+    GEMMA_2_2B,
     GEMMA_2_27B,
     GPT_OSS_20B,
     LLAMA_2_7B,
     LLAMA_3_1_8B,
+    PHI_2_OF_EIGHT,
+    PHI_3_MINI_OF_EIGHT,
     QWEN3_0_6B,
+    QWEN3_8B,
     SMOLLM2_135M,
     Request,
     Run,
@@ -90,8 +94,12 @@ class SegmentAttentionContract:
     @pytest.mark.parametrize("shape, dtype", [
         pytest.param(SMOLLM2_135M, np.float32, id="SmolLM2-135M-float32"),
         pytest.param(LLAMA_3_1_8B, BFLOAT16, id="Llama-3.1-8B-bfloat16"),
+        pytest.param(QWEN3_8B, np.float32, id="Qwen3-8B-float32"),
         pytest.param(GPT_OSS_20B, np.float32, id="GPT-OSS-20B-float32"),
-        pytest.param(GEMMA_2_27B, np.float32, id="Gemma-2-27B-float32")])
+        pytest.param(GEMMA_2_27B, np.float32, id="Gemma-2-27B-float32"),
+        pytest.param(GEMMA_2_2B, BFLOAT16, id="Gemma-2-2B-bfloat16"),
+        pytest.param(PHI_2_OF_EIGHT, BFLOAT16, id="Phi-2-bfloat16"),
+        pytest.param(PHI_3_MINI_OF_EIGHT, np.float32, id="Phi-3-mini-float32")])
     def test_mixed_decode_and_prefill_equal_the_dense_answer(self, shape, dtype):
         self.assert_right(problem(
             shape,
