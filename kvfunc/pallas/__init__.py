@@ -37,6 +37,7 @@ from kvfunc.tiles import (
     up,
 )
 
+PIECE = 128  # keys of a block that are worked on at once: the compiler unrolls over them
 # Of VMEM, which has 64 MiB or more: for the kernel, its blocks of keys and values, and its tile.
 VMEM_BYTES, BLOCK_BYTES, TILE_BYTES = 48 * 2**20, 8 * 2**20, 24 * 2**20
 
@@ -145,6 +146,7 @@ def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_tabl
     stored, (m, l, acc, turned, turn) = refs[:count], refs[count:count + 5]  # noqa: E741
     blocks, arrived = refs[count + 5:-1], refs[-1]
     scaled = count == 4
+    size_of_piece = PIECE if keys % PIECE == 0 else keys
     tile = pl.program_id(0)
     bounds = Tiles(*(tile_table[column, tile] for column in range(len(Tiles._fields))))
     stop_row = bounds.stop_row
@@ -188,12 +190,12 @@ def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_tabl
             for copy in copies(row, block, side):
                 copy.start()
 
-    def read(which: int, head: int, side, is_inside):
-        """A block's keys or values of a head; slots outside of the run may hold NaN."""
+    def read(which: int, head: int, side, piece, is_inside):
+        """Keys or values of a head; slots outside of the run may hold NaN."""
         at = which * count // 2
-        x = blocks[at][side, :, head, :]
+        x = blocks[at][side, piece, head, :]
         if scaled:
-            x = x.astype(jnp.float32) * blocks[at + 1][side][:, head:head + 1]
+            x = x.astype(jnp.float32) * blocks[at + 1][side, piece][:, head:head + 1]
         return jnp.where(is_inside, x, jnp.zeros_like(x))
 
     def attend(row, block, side):
@@ -201,32 +203,41 @@ def _kernel(options: Options, size: int, keys: int, slots: int, dtype, tile_tabl
         def _():
             turned[...] = q[0] * turn[side, 0][None] + q_under_sine[0] * turn[side, 1][None]
 
-        start, stop = seen_of(row)
+        run, (start, stop) = run_of(row), seen_of(row)
         start += block * keys
-        run = run_of(row)
         first = slot_of(row, block) - run.slot
 
-        def in_run(shape):
-            key = first + lax.broadcasted_iota(jnp.int32, shape, shape.index(keys))
-            return key, (key >= start) & (key < stop)
+        def of_piece(number, _):
+            piece = pl.ds(pl.multiple_of(number * size_of_piece, size_of_piece), size_of_piece)
 
-        key, visible = in_run((1, keys))
-        visible &= (run.q_start <= index) & (index < run.q_start + run.q_len)
-        visible &= (run.raw + key <= raw) & (raw < run.visible_until)
-        if options.window is not None:
-            visible &= born - (run.position + key) < options.window
-        _, is_inside = in_run((keys, 1))
-        for head in range(q.shape[1]):
-            scores = _product(turned[head].astype(dtype), read(0, head, side, is_inside), 1)
-            if options.softcap is not None:
-                scores = options.softcap * jnp.tanh(scores / options.softcap)
-            scores = jnp.where(visible, scores, -jnp.inf)
-            largest = jnp.maximum(m[0, head], scores.max(-1, keepdims=True))
-            weights, old = exp_below(scores, largest), exp_below(m[0, head], largest)
-            values = read(1, head, side, is_inside)
-            m[0, head] = largest
-            l[0, head] = old * l[0, head] + weights.sum(-1, keepdims=True)
-            acc[0, head] = old * acc[0, head] + _product(weights.astype(values.dtype), values, 0)
+            def in_run(shape):
+                key = lax.broadcasted_iota(jnp.int32, shape, shape.index(size_of_piece))
+                key += first + number * size_of_piece
+                return key, (key >= start) & (key < stop)
+
+            key, visible = in_run((1, size_of_piece))
+            visible &= (run.q_start <= index) & (index < run.q_start + run.q_len)
+            visible &= (run.raw + key <= raw) & (raw < run.visible_until)
+            if options.window is not None:
+                visible &= born - (run.position + key) < options.window
+            _, is_inside = in_run((size_of_piece, 1))
+            for head in range(q.shape[1]):
+                its_keys = read(0, head, side, piece, is_inside)
+                scores = _product(turned[head].astype(dtype), its_keys, 1)
+                if options.softcap is not None:
+                    scores = options.softcap * jnp.tanh(scores / options.softcap)
+                scores = jnp.where(visible, scores, -jnp.inf)
+                largest = jnp.maximum(m[0, head], scores.max(-1, keepdims=True))
+                weights, old = exp_below(scores, largest), exp_below(m[0, head], largest)
+                values = read(1, head, side, piece, is_inside)
+                weighted = _product(weights.astype(values.dtype), values, 0)
+                m[0, head] = largest
+                l[0, head] = old * l[0, head] + weights.sum(-1, keepdims=True)
+                acc[0, head] = old * acc[0, head] + weighted
+
+        last = jnp.minimum(stop - first, keys) - 1
+        lax.fori_loop(lax.div(start - first, size_of_piece), lax.div(last, size_of_piece) + 1,
+                      of_piece, None)
 
     def step(state):
         row, block, side = state
