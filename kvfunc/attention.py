@@ -90,7 +90,10 @@ def segment_attention(
         raise ValueError(f"softcap must be positive or None, got {softcap}")
     options = Options(head_dim**-0.5 if scale is None else float(scale), window, softcap)
     attend = _attend(options, choose(implementation, k.dtype, v.dtype))
-    partial = attend(q, k, v, rows, births, jax.tree.map(lax.stop_gradient, turn))
+    if 0 in (q.shape[0], rows.q_len.shape[0], k.shape[0]):
+        partial = Partial.empty(*q.shape)
+    else:
+        partial = attend(q, k, v, rows, births, jax.tree.map(lax.stop_gradient, turn))
     return partial if partials else partial.finish(sinks)
 
 

@@ -51,8 +51,8 @@ def unavailable() -> str | None:
 @functools.cache
 def _trial() -> str | None:
     """Why a small call cannot be compiled: not every jax-triton fits every JAX and GPU."""
-    of_two = jnp.zeros(2, jnp.int32)
-    x, number = jnp.zeros((2, 1, 16), jnp.bfloat16), jnp.zeros((2, 8))
+    of_two, x, number = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((2,), jnp.int32), ((2, 1, 16), jnp.bfloat16), ((2, 8), jnp.float32)))
     rows = Rows(*[of_two] * len(Rows.COLUMNS), query_raw=of_two)
     try:
         jax.jit(forward, static_argnums=0).lower(
@@ -175,12 +175,12 @@ def _plan(options: Options, rows: Rows, bounds: Tiles, slots: int, config: Confi
     blocks = (stop - start + config.keys - 1) // config.keys
     row = jnp.arange(blocks.shape[1], dtype=jnp.int32)
     ends = jnp.cumsum(blocks, 1)
-    total = ends[:, -1:] if blocks.shape[1] else jnp.zeros_like(blocks, shape=(len(tile), 1))
+    total = ends[:, -1:]
     share = (total + shares - 1) // shares
     first = jnp.minimum(jnp.arange(shares, dtype=jnp.int32)[None] * share, total)
     count = jnp.minimum(first + share, total) - first
-    first_row = jnp.minimum((ends[:, None] <= first[..., None]).sum(-1, dtype=jnp.int32),
-                            max(0, blocks.shape[1] - 1))
+    first_row = (ends[:, None] <= first[..., None]).sum(-1, dtype=jnp.int32)
+    first_row = jnp.minimum(first_row, blocks.shape[1] - 1)
     has_keys = jnp.where(blocks > 0, row[None], blocks.shape[1])
     following = lax.cummin(has_keys, axis=1, reverse=True)[:, 1:]
     following = jnp.pad(following, ((0, 0), (0, 1)))

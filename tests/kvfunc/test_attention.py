@@ -34,6 +34,7 @@ from .shapes import (
     SMOLLM2_135M,
     Request,
     Run,
+    Shape,
     bits,
     dense,
     dense_partial,
@@ -204,6 +205,13 @@ class SegmentAttentionContract:
     def test_nothing_to_do_gives_zeros(self):
         empty = with_numbers(SMOLLM2_135M, Rows.empty(), np.zeros(0, np.int32))
         np.testing.assert_array_equal(self.attend(empty), np.zeros((300, 9, 64)))
+
+    @pytest.mark.parametrize("queries, rows, slots", [(0, 3, 9), (3, 0, 9), (3, 3, 0), (0, 0, 0)])
+    def test_without_queries_rows_or_slots_nothing_is_seen(self, queries, rows, slots):
+        shape = Shape(4, 2, 16, queries=queries, rows=rows, slots=slots)
+        np.testing.assert_array_equal(
+            self.attend(with_numbers(shape, Rows.empty(), np.zeros(0, np.int32))),
+            np.zeros((queries, 4, 16)))
 
     def test_bits_of_bfloat16_are_read_as_bfloat16(self):
         made = problem(LLAMA_3_1_8B, Request(129, [Run(300, shift=9)]), Request(2, [Run(65)]),

@@ -1,0 +1,88 @@
+"""The Pallas kernel in JAX's simulator of a TPU.
+
+Its memory begins as NaN, a read outside of it raises, a copy lands when it is waited for, and what
+is read or written too early is a race, which JAX 0.10.2 prints and later ones raise.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvfunc import pallas, xla
+from kvfunc.contract import Options
+from kvfunc.quantize import quantize
+from kvfunc.rows import Rows
+
+from .shapes import Request, Run, Shape, problem, with_numbers
+
+SIMULATED = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise",
+                                  uninitialized_memory="nan")
+SHAPE = Shape(6, 2, 32, queries=6, slots=2300, rows=10)
+MANY = dataclasses.replace(SHAPE, queries=140)
+SMALL = dataclasses.replace(SHAPE, slots=60)
+GEMMA = dataclasses.replace(MANY, window=70, softcap=5.0, queries=24)
+# A block has 512 keys, a large tile 128 queries.
+DECODE = [Request(1, [Run(1100, shift=8)]), Request(1, [Run(40), Run(130, shift=900)]), Request(1)]
+PREFILL = [Request(20, [Run(130, shift=5), Run(1, until=3), Run(600, shift=-9)])]
+
+
+@pytest.fixture(autouse=True)
+def forgetting():
+    """What a fault leaves in the simulator."""
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("made", [
+    pytest.param(problem(SHAPE, *DECODE), id="decode"),
+    pytest.param(problem(MANY, Request(132, PREFILL[0].context)), id="two-tiles-of-prefill"),
+    pytest.param(problem(MANY, *PREFILL, *DECODE), id="prefill-and-decode"),
+    pytest.param(problem(GEMMA, *PREFILL, DECODE[1]), id="window-and-softcap"),
+    pytest.param(problem(GEMMA, *PREFILL, DECODE[1], at_end=True), id="runs-that-end-the-pool"),
+    pytest.param(problem(SMALL, Request(2, [Run(9, shift=3)]), Request(1, [Run(30, shift=1)])),
+                 id="pool-smaller-than-a-block"),
+    pytest.param(with_numbers(SHAPE, Rows.empty(), np.zeros(0, np.int32)), id="nothing")])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_no_race_and_what_xla_gives(made, dtype, capfd):
+    """Slots outside of the runs hold NaN, and every token and head has a scale of its own."""
+    shape = made.shape
+    options = Options(shape.head_dim**-0.5, shape.window, shape.softcap)
+    q, k, v, births = map(jnp.asarray, (made.q, made.k, made.v, made.births))
+    if dtype == "int8":
+        k, v = (jax.jit(quantize, static_argnums=1)(x, jnp.int8) for x in (k, v))
+    turn = shape.rope.rotation(jnp.asarray(made.rows.shift))
+    args = q, k, v, made.rows, births, turn
+    mine = jax.jit(lambda *args: pallas.forward(options, *args, interpret=SIMULATED))(*args)
+    right = jax.jit(lambda *args: xla.forward(options, *args))(*args)
+    np.testing.assert_allclose(mine.m, right.m, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(mine.finish(), right.finish(), rtol=0, atol=1e-5)
+    assert capfd.readouterr() == ("", "")  # neither races nor copies that nobody waited for
+
+
+@pytest.mark.parametrize("hasty, said", [(True, "RACE DETECTED"), (False, "")])
+def test_a_block_that_is_read_before_it_arrived_is_a_race(hasty, said, capfd):
+    def kernel(x, out, block, arrived):
+        copy = pltpu.make_async_copy(x, block, arrived)
+        copy.start()
+        if not hasty:
+            copy.wait()
+        out[...] = block[...]
+        if hasty:
+            copy.wait()
+
+    x = jnp.ones((8, 128))
+    call = pl.pallas_call(
+        kernel, out_shape=x, in_specs=[pl.BlockSpec(memory_space=pl.ANY)], interpret=SIMULATED,
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA])
+    raised = ""
+    try:
+        np.testing.assert_array_equal(call(x), np.full(x.shape, np.nan if hasty else 1.0))
+    except jax.errors.JaxRuntimeError as error:
+        raised = str(error)
+    heard = raised + "".join(capfd.readouterr())
+    assert said in heard and bool(heard) == hasty
