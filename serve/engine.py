@@ -14,6 +14,8 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,22 @@ class Seconds:
 
     host: float = 0.0  # planning, packing and delivering
     device: float = 0.0  # from the call of the step to its tokens
+
+
+def jitted_step(network: Llama, traced: Callable[[], None]) -> Callable[..., Any]:
+    """The step of a model: its logits, and the KV that it is given, in place.
+
+    Args:
+      network: the model.
+      traced: called whenever the step is traced, that is once for each shape.
+    """
+    def step(params, kv, packed, table, at):
+        traced()
+        tokens, births, slots, query_raw = packed
+        rows = Rows(*table, query_raw=query_raw)
+        return network.forward(params, tokens, births, slots, kv, rows, at)
+
+    return jax.jit(step, donate_argnames="kv")
 
 
 class Engine:
@@ -142,15 +160,11 @@ class Engine:
         self._wake, self._stopping = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._failed = False
-        network = Llama(config, weights_dtype, self.attention)
 
-        def step(params, kv, packed, table, at):
-            self.compilations += 1  # runs when traced, that is once for each shape
-            tokens, births, slots, query_raw = packed
-            rows = Rows(*table, query_raw=query_raw)
-            return network.forward(params, tokens, births, slots, kv, rows, at)
+        def traced() -> None:
+            self.compilations += 1
 
-        self._step = jax.jit(step, donate_argnames="kv")
+        self._step = jitted_step(Llama(config, weights_dtype, self.attention), traced)
 
     @property
     def counters(self) -> Counters:
