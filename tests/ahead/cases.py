@@ -150,5 +150,7 @@ CUDA = [
 ]
 BEYOND_VMEM = Attention("v5e", LLAMA, 512, fault="blocks-beyond-vmem")
 BEYOND_SHARED_MEMORY = Attention("a800", GEMMA, 512, fault="blocks-beyond-shared-memory")
+BEYOND_REGISTERS = Attention("a800", GEMMA, 512, fault="blocks-beyond-registers")
 FP8_AS_IT_IS = Attention("a800", SMOL, 16, FP8, fault="fp8-as-it-is")
-CASES = {"tpu": [*TPU, BEYOND_VMEM], "cuda": [*CUDA, BEYOND_SHARED_MEMORY, FP8_AS_IT_IS]}
+CASES = {"tpu": [*TPU, BEYOND_VMEM],
+         "cuda": [*CUDA, BEYOND_SHARED_MEMORY, BEYOND_REGISTERS, FP8_AS_IT_IS]}

@@ -51,8 +51,12 @@ FAULTS = {  # what is put in whose place
     "blocks-beyond-shared-memory": (
         kvfunc.triton.Config, "of", lambda q, k, few: kvfunc.triton.Config(
             vectors=64, queries=32, keys=64, warps=8, stages=4)),
+    "blocks-beyond-registers": (
+        kvfunc.triton.Config, "of", lambda q, k, few: kvfunc.triton.Config(
+            vectors=64, queries=32, keys=32, warps=4, stages=3)),
     "fp8-as-it-is": (kvfunc.triton, "_parts", lambda stored: (stored.values, stored.scales)),
 }
+MOST_SPILLED = 1024  # bytes of registers of a thread
 COLLECTIVE = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
 
 
@@ -151,7 +155,8 @@ def with_triton(cases: list[Attention | Step]) -> Iterator[dict[str, Any]]:
     """Let jax-triton compile for GPUs that are not here, and check what is left to the first call.
 
     XLA takes its kernels as PTX. Only when they are called, they are assembled, by the ptxas that
-    comes with `jax[cuda12]`, of CUDA 12.9, and their shared memory is held against the GPU's.
+    comes with `jax[cuda12]`, of CUDA 12.9, and their shared memory is held against the GPU's. What
+    does not fit into registers is never refused, only slow.
     """
     import jax_triton.triton_lib
     from jax._src.lib import gpu_triton
@@ -170,10 +175,13 @@ def with_triton(cases: list[Attention | Step]) -> Iterator[dict[str, Any]]:
             ptx.write(made.binary)
             ptx.flush()
             name = f"--gpu-name=sm_{capability}" + "a" * (capability >= 90)
-            ran = subprocess.run([knobs.nvidia.ptxas.path, name, ptx.name, "-o", os.devnull],
+            ran = subprocess.run([knobs.nvidia.ptxas.path, "-v", name, ptx.name, "-o", os.devnull],
                                  capture_output=True, text=True)
         if ran.returncode:
             raise ValueError(f"ptxas of CUDA {knobs.nvidia.ptxas.version} failed: {ran.stderr}")
+        spilled = int(re.search(r"(\d+) bytes spill stores", ran.stderr)[1])
+        if spilled > MOST_SPILLED:
+            raise ValueError(f"a program spills {spilled} bytes of registers")
         return made
 
     with (mock.patch.object(jax_triton.triton_lib, "compile_ttir_to_ptx_inplace", checked),

@@ -28,8 +28,6 @@ from .test_operations import assert_agree, eventually, scraped
 FIVE_RUNS = pathlib.Path(__file__).parents[1] / "data" / "five_runs.jsonl"
 LONG_RUN = "airline-2-1"  # 62 messages, longer than the model's context of 8,192 tokens
 
-pytestmark = pytest.mark.xdist_group("real server")  # compiled once
-
 
 @pytest.fixture(scope="module")
 def model():
