@@ -37,6 +37,7 @@ from kvfunc.tiles import (
     up,
 )
 
+MOST_ROWS = 2**14  # in SMEM at once; a longer table runs in parts
 PIECE = 128  # keys of a block that are worked on at once: the compiler unrolls over them
 # Of VMEM, which has 64 MiB or more: for the kernel, its blocks of keys and values, and its tile.
 VMEM_BYTES, BLOCK_BYTES, TILE_BYTES = 48 * 2**20, 8 * 2**20, 24 * 2**20
@@ -83,9 +84,16 @@ class Config:
 def forward(options: Options, q, k, v, rows: Rows, births, turn: Rotation, *,
             interpret: Any = False) -> Partial:
     """As `xla.forward`; `interpret` is Pallas's, and not False elsewhere than on TPUs."""
-    return in_passes(lambda rows, few: _pass(options, q, k, v, rows, births, turn,
-                                             config=Config.of(q, k, few), interpret=interpret),
-                     rows)
+    def attend(start: int) -> Partial:
+        table = {name: getattr(rows, name)[start:start + MOST_ROWS] for name in Rows.COLUMNS}
+        its_turn = jax.tree.map(lambda x: x[start:start + MOST_ROWS], turn)
+        return in_passes(
+            lambda part, few: _pass(options, q, k, v, part, births, its_turn,
+                                    config=Config.of(q, k, few), interpret=interpret),
+            dataclasses.replace(rows, **table))
+
+    starts = range(0, rows.q_len.shape[0], MOST_ROWS)
+    return functools.reduce(Partial.merge, map(attend, starts))
 
 
 def _pass(options: Options, q, k, v, rows: Rows, births, turn: Rotation, *, config: Config,

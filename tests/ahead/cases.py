@@ -6,12 +6,12 @@ import dataclasses
 from typing import ClassVar
 
 from kvfunc.models.config import ModelConfig
+from kvfunc.pallas import MOST_ROWS
 from kvfunc.rope import Rope
 
 from ..kvfunc.shapes import GPT_OSS_20B, LLAMA_3_1_8B, SMOLLM2_135M, Shape
 
 KERNEL = {"tpu": "tpu_custom_call", "cuda": "triton_kernel_call"}  # as a custom call
-ROWS = 1024  # of a table
 FP8 = "float8_e4m3fn"
 
 SHAPES = {
@@ -32,6 +32,7 @@ MODELS = {
         rope=Rope.llama3(128, 500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                          original_context=8192)),
 }
+TPUS, GPUS = ("v5e", "v6e", "tpu7x"), ("a800", "h200")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Attention:
       model: whose shape it has.
       queries: a decode bucket or a chunk of a prompt.
       dtype: of K and V.
+      rows: of the table.
       xla: whether it is XLA's.
       chips: over how many the KV heads are spread, with shard_map.
       fault: which of `compile.FAULTS` it has; then it must not compile.
@@ -54,20 +56,24 @@ class Attention:
     model: str
     queries: int
     dtype: str = "bfloat16"
+    rows: int = 1024
     xla: bool = False
     chips: int = 1
     fault: str | None = None
 
     @property
     def name(self) -> str:
-        parts = [self.model, self.dtype, f"{self.queries}-queries", self.chip]
+        parts = [self.model, self.dtype, f"{self.queries}-queries", f"{self.rows}-rows", self.chip]
         parts += ["xla"] * self.xla + [f"{self.chips}-chips"] * (self.chips > 1)
         return "-".join(parts + [self.fault] * (self.fault is not None))
 
     @property
     def kernels(self) -> int:
-        """How many are called: one for the rows of few queries, one for the others."""
-        return 0 if self.xla else 2
+        """How many are called: one for the rows of few queries, one for the others; on TPUs for
+        each part of a table that is longer than SMEM.
+        """
+        parts = -(-self.rows // MOST_ROWS) if self.chip in TPUS else 1
+        return 0 if self.xla else 2 * parts
 
     @property
     def pool_bytes(self) -> int:
@@ -114,7 +120,6 @@ class Step:
 
 
 SMOL, LLAMA, GPT, PHI_3, PHI_2, GEMMA = SHAPES
-TPUS, GPUS = ("v5e", "v6e", "tpu7x"), ("a800", "h200")
 
 # On TPUs a case takes 3 to 30 s: each shape, type, size and chip is there, but not all together.
 # One layer of a large pool is enough to see whether the pool is copied.
@@ -131,6 +136,7 @@ TPU = [
     Attention("v6e", SMOL, 512, "int8"),
     Attention("v6e", LLAMA, 512, chips=8),
     Attention("tpu7x", GPT, 512),
+    Attention("tpu7x", LLAMA, 16, rows=32768),
     Attention("tpu7x", LLAMA, 16, "int8"),
     Attention("tpu7x", SMOL, 512, FP8),
     *(Attention(chip, SMOL, 16, xla=True) for chip in TPUS),

@@ -41,7 +41,7 @@ from kvfunc.models.llama import Llama
 from kvfunc.models.params import shapes
 from kvfunc.serve.engine import jitted_step
 
-from .cases import CASES, KERNEL, ROWS, SHAPES, Attention, Step
+from .cases import CASES, KERNEL, SHAPES, Attention, Step
 
 IMPLEMENTATION = {"tpu": "pallas", "cuda": "triton"}
 CAPABILITY = {"a800": 80, "h200": 90}
@@ -99,7 +99,7 @@ def attention(case: Attention, implementation: str) -> tuple[Any, tuple[Any, ...
 
     kv = pool(case, 1, shape, case.dtype)
     args = (numbers(case.queries, shape.heads, shape.head_dim, dtype=jnp.float32), kv.k[0], kv.v[0],
-            Rows(*[numbers(ROWS)] * len(Rows.COLUMNS), query_raw=numbers(case.queries)),
+            Rows(*[numbers(case.rows)] * len(Rows.COLUMNS), query_raw=numbers(case.queries)),
             numbers(case.queries),
             numbers(shape.heads, dtype=jnp.float32) if shape.sinks else None)
     if case.chips == 1:

@@ -87,3 +87,23 @@ def test_a_block_that_is_read_before_it_arrived_is_a_race(hasty, said, capfd):
         raised = str(error)
     heard = raised + "".join(capfd.readouterr())
     assert said in heard and bool(heard) == hasty
+
+
+def test_a_table_that_is_longer_than_smem_runs_in_parts(monkeypatch):
+    made = problem(SHAPE, *DECODE, dtype=np.float32)
+    options = Options(SHAPE.head_dim**-0.5, SHAPE.window, SHAPE.softcap)
+    q, k, v, rows, births = jax.tree.map(
+        jnp.asarray, (made.q, made.k, made.v, made.rows, made.births))
+    args = q, k, v, rows, births, SHAPE.rope.rotation(rows.shift)
+    calls = []
+
+    def counted(*args, attend=pallas._pass, **kwargs):
+        calls.append(args[4].q_len.shape)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(pallas, "_pass", counted)
+    monkeypatch.setattr(pallas, "MOST_ROWS", 4)
+    parts = pallas.forward(options, *args, interpret=True)
+    assert calls == [(4,), (4,), (2,)]
+    np.testing.assert_allclose(parts.finish(), xla.forward(options, *args).finish(), rtol=0,
+                               atol=1e-5)
