@@ -326,8 +326,9 @@ def test_who_leaves_gives_the_pages_back_in_one_step_and_leaves_the_kv(
     asked = dict(messages=messages, temperature=0, ignore_eos=True, cache={"salt": salt})
     leave(url, lambda: any(s.generated > 3 for s in engine.scheduler.running), **asked,
           stream=stream)
+    # A step is noted when it has ended, which is after its sequences have gone.
+    eventually(lambda: any(given_up for given_up, _ in steps))
     eventually(lambda: not engine._open and not engine.scheduler.running)
-    assert any(given_up for given_up, _ in steps)
     assert not any(given_up & there for given_up, there in steps)
     pages = engine.scheduler.pages
     assert pages.held == 0 and pages.free + pages.evictable == pages.count
