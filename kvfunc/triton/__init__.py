@@ -22,6 +22,7 @@ from kvfunc.rope import Rotation
 from kvfunc.rows import Rows
 from kvfunc.storage import with_numbers
 from kvfunc.tiles import (
+    Runs,
     Tiles,
     in_passes,
     over_dims,
@@ -136,10 +137,10 @@ def _pass(options: Options, q, k, v, rows: Rows, births, turn: Rotation,
 
     queries, heads, dim = q.shape
     slots, kv_heads = k.shape[:2]
-    bounds = tiles_of(rows, births, config.queries)
+    bounds, runs = tiles_of(rows, births, config.queries), runs_of(rows)
     tiles = bounds.stop_row.shape[0]
     shares = min(MOST_SHARES, -(-PROGRAMS // (tiles * kv_heads)))
-    start, stop, following, work = _plan(options, rows, bounds, slots, config, shares)
+    start, stop, following, work = _plan(options, runs, bounds, slots, config, shares)
     q = q.astype(jnp.float32) * options.scale
     scaled = isinstance(k, Quantized)
     (k, k_scales), (v, v_scales) = _parts(k), _parts(v)
@@ -148,7 +149,7 @@ def _pass(options: Options, q, k, v, rows: Rows, births, turn: Rotation,
     parts = Partial(*call(
         segment_attention, results, (tiles, kv_heads, shares), config,
         q, under_sine(q, turn), over_dims(turn, dim), rows.query_raw, births,
-        jnp.stack(runs_of(rows)), start, stop, following, work, k, k_scales, v, v_scales,
+        jnp.stack(runs), start, stop, following, work, k, k_scales, v, v_scales,
         queries, rows.q_len.shape[0], shares,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIMS=_dims(dim),
         WINDOW=options.window or 0, SOFTCAP=options.softcap or 0.0, SCALED=scaled))
@@ -165,7 +166,7 @@ def _parts(stored) -> tuple[jax.Array, jax.Array]:
     return values, stored.scales
 
 
-def _plan(options: Options, rows: Rows, bounds: Tiles, slots: int, config: Config, shares: int):
+def _plan(options: Options, runs: Runs, bounds: Tiles, slots: int, config: Config, shares: int):
     """What each program does.
 
     Returns:
@@ -176,7 +177,7 @@ def _plan(options: Options, rows: Rows, bounds: Tiles, slots: int, config: Confi
     tile = jnp.arange(bounds.stop_row.shape[0], dtype=jnp.int32)
     start, stop = seen(options, slots, config.queries, tile[:, None],
                        jax.tree.map(lambda x: x[:, None], bounds),
-                       jax.tree.map(lambda x: x[None], runs_of(rows)))
+                       jax.tree.map(lambda x: x[None], runs))
     blocks = (stop - start + config.keys - 1) // config.keys
     row = jnp.arange(blocks.shape[1], dtype=jnp.int32)
     ends = jnp.cumsum(blocks, 1)

@@ -8,6 +8,7 @@ import sys
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+import dataclasses
 import functools
 
 import jax
@@ -66,10 +67,8 @@ def main(implementation):
         begins = jnp.clip(rows.slot - here, 0, k.shape[0])
         ends = jnp.clip(rows.slot + rows.length - here, 0, k.shape[0])
         before = begins + here - rows.slot  # keys of the row that lie on devices before
-        rows = kvfunc.Rows(
-            q_start=rows.q_start, q_len=rows.q_len, slot=begins, length=ends - begins,
-            raw=rows.raw + before, birth=rows.birth + before, shift=rows.shift,
-            visible_until=rows.visible_until, query_raw=rows.query_raw)
+        rows = dataclasses.replace(rows, slot=begins, length=ends - begins,
+                                   raw=rows.raw + before, birth=rows.birth + before)
         part = attend(q, k, v, rows, births, turn, partials=True)
         return jax.tree.map(lambda x: jax.lax.all_gather(x, "slots"), part).merged().finish()
 
