@@ -72,7 +72,7 @@ class History:
         not stand before the event.
     """
 
-    KINDS = ("computed", "cached", "repos", "drop_skipped")
+    KINDS = ("computed", "cached", "repos", "drop_skipped", "approximate")
 
     def __init__(self, tokens: int, events: Iterable[Event] = ()):
         if tokens < 0:
@@ -273,15 +273,17 @@ class History:
         """
         return self._of_tokens(self._last_readers(queries)) >= np.arange(self.tokens)
 
-    def classify(self, computed: Integer[np.ndarray, " queries"]) -> list[Run]:
+    def classify(self, computed: Integer[np.ndarray, " queries"],
+                 approximate: Bool[np.ndarray, " tokens"] | None = None) -> list[Run]:
         """What a request that computes these queries does with each token (usage counters).
 
-        Each token falls into the first class that fits: computed; `drop_skipped` (dropped at the
-        end, and no computed query sees it); `repos` (a computed query reads it at a shift other
-        than 0); `cached`.
+        Each token falls into the first class that fits: computed; `approximate` (its KV rests on an
+        estimate); `drop_skipped` (dropped at the end, and no computed query sees it); `repos` (a
+        computed query reads it at a shift other than 0); `cached`.
 
         Args:
           computed: raw indices of the queries that run, increasing.
+          approximate: which tokens' KV rests on an estimate; None: that of none.
         """
         computed = np.asarray(computed, np.int64)
         last = self._last_readers(computed)
@@ -292,6 +294,8 @@ class History:
         kind = np.full(self.tokens, self.KINDS.index("cached"), np.int8)
         kind[~seen & (self.visible_until != NEVER)] = self.KINDS.index("drop_skipped")
         kind[seen & self._of_tokens(moved)] = self.KINDS.index("repos")
+        if approximate is not None:
+            kind[approximate] = self.KINDS.index("approximate")
         kind[computed] = self.KINDS.index("computed")
         positions = self.positions()
         dropped = positions == DROPPED

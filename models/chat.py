@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,7 @@ class ChatTemplate:
       eos_token: text that the template may print as `eos_token`.
 
     Attributes:
+      fingerprint: a hash of the source.
       thinking: the tags around a model's thinking: those that the template's source names, or
         else `<think>` and `</think>`.
 
@@ -97,6 +99,7 @@ class ChatTemplate:
         self, source: str, tokenizer: Tokenizer, *, bos_token: str = "", eos_token: str = ""
     ):
         self._tokenizer = tokenizer
+        self.fingerprint = hashlib.sha256(source.encode()).hexdigest()
         self._constants = {"bos_token": bos_token, "eos_token": eos_token}
         plain = _prepared(sandbox.ImmutableSandboxedEnvironment)
         traced = _prepared(OwnershipEnvironment)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import pathlib
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from kvfunc.checkpoint import fingerprint_of_arrays
 
 from .chat import ChatTemplate
 from .config import ModelConfig
@@ -34,6 +37,16 @@ class LoadedModel:
     def dtype(self) -> jnp.dtype:
         """The type of the activations, and of the weights that are not quantised."""
         return self.params["norm"]["weight"].dtype
+
+
+    @property
+    def fingerprint(self) -> dict[str, str | int]:
+        """What KV depends on: the model, how text becomes tokens, and the form of a token's KV."""
+        config = self.config
+        return {"weights": fingerprint_of_arrays(self.params),
+                "tokenizer": self.tokenizer.fingerprint, "chat_template": self.chat.fingerprint,
+                "rope": hashlib.sha256(repr(config.rope).encode()).hexdigest(),
+                "layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
 
 
 def embedded_path() -> pathlib.Path:

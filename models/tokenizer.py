@@ -7,6 +7,7 @@ whether a bare prompt starts with BOS is told by `adds_bos`, and is the caller's
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import pathlib
 import re
@@ -98,6 +99,11 @@ class Tokenizer:
         self.bos_id = bos_id
         self.adds_bos = adds_bos
         self.stop_ids = frozenset(stop_ids)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that makes tokens of text."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     @classmethod
     def from_gguf(cls, file: str | pathlib.Path | gguf.GGUFReader) -> Tokenizer:

@@ -207,7 +207,7 @@ async def _stream(steps: AsyncIterator[Step], first: Step, choices: int, reply: 
                     closing if last and not with_usage else {})))
             step = await anext(steps, None)
         if with_usage:
-            yield _event(reply.chunk([], usage=reply.usage(done), **closing))
+            yield _event(reply.chunk([], usage=reply.usage(done), **reply.cache(done), **closing))
         yield "data: [DONE]\n\n"
     except Exception as error:
         fault = _as_api_error(error)

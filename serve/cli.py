@@ -18,8 +18,15 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from . import topologies
+
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+
+    from kvfunc.models.load import LoadedModel
+
+    from .poolkeeper import PoolKeeper
+    from .sharing import Sharing
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -75,12 +82,23 @@ class Attention(StrEnum):
     triton = "triton"
 
 
+class Share(StrEnum):
+    """Which texts of prompts may have estimated KV."""
+
+    named = "named"
+    auto = "auto"
+    off = "off"
+
+
 class EvictionPolicy(StrEnum):
     """What loses its KV first when memory is short."""
 
     worth = "worth"
     lru = "lru"
     dropped_first = "dropped_first"
+
+
+TopologyName = StrEnum("TopologyName", topologies.NAMES)
 
 
 class PolicyName(StrEnum):
@@ -175,6 +193,40 @@ def serve(
             "tests: very slow."
         ),
     ] = Attention.auto,
+    share: Annotated[
+        Share,
+        typer.Option(
+            help="Which texts may have their KV estimated from the same text in another prompt: "
+            'those named with `"cache": {"share": NAME}`; whole messages too (auto); '
+            "or none. While a prompt is new, it is computed exactly and teaches."
+        ),
+    ] = Share.named,
+    share_texts: Annotated[
+        int,
+        typer.Option(min=1, help="Texts computed exactly in a prompt before others are estimated."),
+    ] = 8,
+    share_recompute: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Part of an estimated text that is computed: its first 8 tokens always, and those "
+            "that the estimate moves most up to this part.",
+        ),
+    ] = 0.0,
+    anchor_pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep what was learned for estimates there, a folder or an object store's URL, "
+            "and begin with it.",
+            show_default="forgotten at the end",
+        ),
+    ] = None,
+    anchor_pool_interval: Annotated[
+        float,
+        typer.Option(min=1, metavar="SECONDS", help="How often --anchor-pool is written, if new."),
+    ] = 300,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API.", show_default="the file's")
     ] = None,
@@ -236,6 +288,7 @@ def serve(
         from . import requestlog
         from .app import create_app
         from .engine import Engine
+        from .sharing import Settings, Sharing
     if request_log is not None:
         try:
             requestlog.open_log(request_log)
@@ -252,8 +305,12 @@ def serve(
     if served_model_name is not None:
         loaded = dataclasses.replace(loaded, name=served_model_name)
     try:
+        sharing = None if share is Share.off else Sharing(
+            loaded.config, loaded.fingerprint,
+            Settings(share is Share.auto, share_texts, share_recompute))
         engine = Engine(
             loaded,
+            sharing=sharing,
             kv_dtype=None if kv_dtype is None else kv_dtype.stored,
             context_length=max_model_len,
             kv_tokens=kv_tokens,
@@ -268,6 +325,9 @@ def serve(
         _fail(str(error))
     except NotImplementedError as error:
         _fail(f"--attention {attention}: {error}")
+    keeper = None
+    if sharing is not None and anchor_pool is not None:
+        keeper = _restored(sharing, anchor_pool, anchor_pool_interval, loaded, console)
     with _step(console, "compiling") as progress:
         engine.warm_up(progress)
 
@@ -282,7 +342,13 @@ def serve(
         f"{page_size}, {size}; attention on {engine.attention}"
     )
     console.print("OpenAI's API under /v1, Ctrl-C stops")
-    run(web, listener, drain_timeout=drain_timeout)
+    if keeper is not None:
+        keeper.start()
+    try:
+        run(web, listener, drain_timeout=drain_timeout)
+    finally:
+        if keeper is not None:
+            keeper.close()
     console.print("stopped")
 
 
@@ -395,6 +461,123 @@ def replay(
             )
             report.show(run, card, replayed, console)
             report.save(run, card, replayed, max_tokens, out, console)
+
+
+@app.command()
+def agents(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            metavar="TASKS.jsonl",
+            help="Tasks, one JSON object a line, as GSM8K (question, answer) or HumanEval "
+            "(prompt, entry_point) has them.",
+        ),
+    ],
+    roles: Annotated[
+        Path,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE.yaml",
+            help="Who the agents are: a list of name, prompt and, if wanted, reads, the sentence "
+            "before the answers of others; or such a list for each of gsm8k and humaneval.",
+        ),
+    ],
+    model: Model = None,
+    url: Url = None,
+    api_key: ClientKey = None,
+    topology: Annotated[
+        TopologyName,
+        typer.Option(
+            help="Who reads whom. full: all before; chain: the one before; star: the last reads "
+            "all others; debate: everyone reads the round before; layered: the layer before; "
+            "mesh: neighbours on a grid; random: by --seed.",
+        ),
+    ] = TopologyName.full,
+    count: Annotated[int, typer.Option("--agents", min=2, max=16, help="How many agents.")] = 4,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of a debate.")] = 2,
+    width: Annotated[int, typer.Option(min=1, help="Agents in a layer of layered.")] = 2,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many.", show_default="all")
+    ] = None,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", help="Send strings and no `cache` field: for servers that know none."
+        ),
+    ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Ask that no KV is estimated, to compare with.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Make every answer that long.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the requests, and of topology random.")] = 0,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Requests at once, where none needs another's answer.")
+    ] = 1,
+    salt: Annotated[
+        str | None,
+        typer.Option(
+            help="A namespace of the server's cache: a new one begins with nothing cached.",
+            show_default="the common one",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model to ask for.", show_default="the first"),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            file_okay=False,
+            help="Folder for agents.jsonl (the log, which a later run goes on from), agents.json "
+            "and agents.png.",
+        ),
+    ] = Path("out"),
+) -> None:
+    """Let agents solve tasks together, and measure how much KV is reused between them.
+
+    Any server with OpenAI's API can be asked. Prompts consist of static text and shared contents:
+    the task, and answers of other agents. Answers to GSM8K are judged by their number; code is
+    only parsed, never run.
+    """
+    from . import agents as running
+    from . import agents_report
+
+    if plain and exact:
+        _fail("--plain and --exact: a plain request has no field for exact; give one of them.")
+    mode = running.Mode.plain if plain else running.Mode.exact if exact else running.Mode.share
+    console = Console(highlight=False, markup=False)
+    try:
+        shape = topologies.build(topology.value, count, rounds=rounds, width=width, seed=seed)
+        wanted = running.read_tasks(file, tasks)
+        who = running.read_roles(roles, wanted[0].kind)
+        with (
+            _server(console, model, url) as at,
+            running.AgentClient(at, api_key=_client_key(api_key)) as client,
+            agents_report.progress(console, shape, len(wanted)) as tick,
+        ):
+            settings = running.Settings(
+                name or client.first_model(),
+                mode,
+                max_tokens=max_tokens,
+                ignore_eos=ignore_eos,
+                seed=seed,
+                salt=salt,
+                concurrency=concurrency,
+            )
+            records = running.run(
+                client, shape, who, wanted, settings, log=out / "agents.jsonl", tick=tick
+            )
+    except ValueError as error:  # not the server's refusals: _server ends with those
+        _fail(str(error))
+    figures = agents_report.summary(shape, settings, records)
+    agents_report.show(shape, figures, console)
+    agents_report.save(shape, figures, records, out, console)
 
 
 def main() -> None:
@@ -547,6 +730,25 @@ def _step(console: Console, doing: str) -> Iterator[Callable[[str, int, int], No
 
         yield tell
     console.print(f"{doing}: {time.perf_counter() - start:.1f} s")
+
+
+def _restored(
+    sharing: "Sharing", directory: str, interval: float, model: "LoadedModel", console: Console
+) -> "PoolKeeper":
+    """What writes the Anchor Pool to a directory, begun with what is there."""
+    from kvfunc.checkpoint import Checkpoints
+
+    from .poolkeeper import PoolKeeper
+
+    features = {"projection": sharing.settings.projection}
+    try:
+        checkpoints = Checkpoints(directory, {**model.fingerprint, **features})
+        keeper = PoolKeeper(sharing, checkpoints, interval)
+        readers = keeper.restore()
+    except (ValueError, OSError, ImportError) as error:
+        _fail(f"--anchor-pool {directory!r}: {error}")
+    console.print(f"Anchor Pool in {keeper.where}: {readers} readers known")
+    return keeper
 
 
 def _keep_compilations(jax: ModuleType) -> None:

@@ -48,6 +48,7 @@ from .pages import Pages
 from .radix import Tree
 from .scheduler import Counters, Scheduler, Work
 from .sequence import Sequence, most_slots
+from .sharing import Estimate, Lesson, Sharing, estimated_by
 
 ROWS = 8192  # of a compiled step; a request that needs more runs alone, in a step of its own
 ROWS_OF_ONE = 1024  # of the smallest step, whose time goes with its rows too
@@ -99,6 +100,7 @@ class Engine:
       max_queue: how many requests may be there beyond those that run at once.
       attention: the implementation, as `segment_attention` takes it. The attribute of this name
         is what was chosen, never "auto".
+      sharing: estimates of texts that prompts share (sharing.py); None: everything is exact.
 
     Raises:
       ValueError: for sizes out of range, a context beyond the model's, or an unknown `attention`.
@@ -108,7 +110,7 @@ class Engine:
     def __init__(self, model: LoadedModel, *, kv_dtype: DTypeLike | None = None,
                  context_length: int | None = None, kv_tokens: int = 32768, page_size: int = 16,
                  max_num_seqs: int = 16, chunk: int = 512, policy: str = "worth",
-                 max_queue: int = 256, attention: str = "auto"):
+                 max_queue: int = 256, attention: str = "auto", sharing: Sharing | None = None):
         config = model.config
         weights_dtype = model.dtype
         _check(config.context_length, context_length, kv_tokens, page_size, max_num_seqs, chunk,
@@ -143,8 +145,9 @@ class Engine:
             pages = Pages(self.kv_tokens // page_size, page_size)
             tree = Tree(pages, eviction.POLICIES[policy], -(-work_of_token // attention_of_key))
             return Scheduler(pages, tree, lanes=max_num_seqs, sizes=self._sizes, rows=self._rows,
-                             most_rows=most_rows)
+                             most_rows=most_rows, sharing=sharing, estimate=self._estimate)
 
+        self.sharing = sharing
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler()
         self._params = model.params
@@ -165,6 +168,11 @@ class Engine:
             self.compilations += 1
 
         self._step = jitted_step(Llama(config, weights_dtype, self.attention), traced)
+
+    @property
+    def shares_messages(self) -> bool:
+        """Whether whole messages are shared that no part names."""
+        return self.sharing is not None and self.sharing.settings.automatic
 
     @property
     def counters(self) -> Counters:
@@ -189,7 +197,7 @@ class Engine:
           progress: called after each with what it was, how many are done, how many there are.
         """
         heads = sorted({self._heads(size) for size in self._sizes})
-        total = len(self.shapes) + len(heads)
+        total = len(self.shapes) + len(heads) + (self.sharing is not None)
 
         def tell(what: str, done: int) -> None:
             _log.info("compiled: %s", what)
@@ -202,6 +210,9 @@ class Engine:
         for done, head in enumerate(heads, start=len(self.shapes) + 1):
             self._lanes = sampler.warm_up(self._lanes, [head])
             tell(f"sampler of {head} tokens", done)
+        if self.sharing is not None:
+            self._kv = self.sharing.warm_up(self._kv)
+            tell("estimates of shared texts", total)
 
     def check(self, history: History) -> None:
         """Refuse a prompt that can never run.
@@ -250,11 +261,14 @@ class Engine:
         """How many tokens the context has left for an answer."""
         return self.context_length - history.next_position
 
-    def plan(self, tokens: np.ndarray, history: History, salt: str) -> Plan:
-        """What a request would find and compute; nothing is run and nothing is taken."""
+    def plan(self, job: Job) -> Plan:
+        """What a request would find, estimate and compute; nothing is run and nothing is taken."""
+        sequence = Sequence(job, lambda _: None, -1)
         with self._lock:
-            resident = self.scheduler.tree.find(salt, tokens, history)
-        return Plan.of(history, history.needed(resident == HOLE, [history.tokens - 1]))
+            resident = self.scheduler.tree.find(job.salt, job.tokens, job.history)
+            resident, rests, estimates = self.scheduler.share(sequence, resident)
+        sequence.place(resident, rests, estimated_by(estimates))
+        return Plan.of(job.history, sequence.queries, sequence.approximate[:sequence.prompt])
 
     def submit(self, job: Job, deliver: Deliver) -> Answer:
         """Let a request wait for its turn; any thread may.
@@ -360,26 +374,52 @@ class Engine:
         logits = self._call_step(work, size, rows)
         chosen = self._choose(logits, choosing)
         self.seconds.device += time.perf_counter() - start
-        deliveries: list[tuple[Sequence, Token | End]] = []
+        ended: list[tuple[Sequence, End]] = []
+        lessons: list[tuple[Sequence, Lesson]] = []
         with self._lock:
             self.scheduler.done(work)
             for part in work:
                 if part.is_last and not part.sequence.job.max_tokens:
                     self.scheduler.remove(part.sequence)
-                    deliveries.append((part.sequence, End("length")))
+                    ended.append((part.sequence, End("length")))
             for sequence, token in zip(choosing, chosen, strict=True):
                 sequence.append(token.id)
-                deliveries.append((sequence, token))
                 if token.id in sequence.job.sampling.stop_ids:
                     end = End("stop")
                 elif sequence.generated == sequence.job.max_tokens:
                     end = End("length")
                 else:
                     continue
+                if self.sharing is not None:
+                    lessons += [(sequence, lesson) for lesson in self.sharing.lessons(
+                        sequence, self.scheduler.bases)]
                 self.scheduler.remove(sequence)
-                deliveries.append((sequence, end))
-        for sequence, what in deliveries:
-            self._deliver(sequence, what)
+                ended.append((sequence, end))
+        for sequence, token in zip(choosing, chosen, strict=True):
+            self._deliver(sequence, token)
+        self._predict_errors(choosing, logits)
+        for sequence, end in ended:
+            self._deliver(sequence, end)
+        # What is read here is resident still: only the next plan may evict it.
+        for sequence, lesson in lessons:
+            self.sharing.learn(self._kv, lesson, int(sequence.history.births[lesson.share.start]))
+
+    def _estimate(self, sequence: Sequence, estimates: list[Estimate]) -> None:
+        """Make the KV of an admitted request's estimates."""
+        targets = np.split(sequence.take_estimates(),
+                           np.cumsum([len(estimate.raw) for estimate in estimates])[:-1])
+        for estimate, mine in zip(estimates, targets, strict=True):
+            birth = int(sequence.history.births[estimate.share.start])
+            self._kv, too = self.sharing.run(self._kv, estimate, mine, birth)
+            sequence.compute_too(too)
+
+    def _predict_errors(self, choosing: list[Sequence], logits: jax.Array) -> None:
+        """Say of prompts with estimates that have just been computed how good those may be."""
+        for place, sequence in enumerate(choosing):
+            if sequence.generated == 1 and sequence.approximate[:sequence.prompt].any():
+                error = self.sharing.predicted_error(
+                    self._kv, sequence, self.scheduler.bases, np.asarray(logits)[place])
+                sequence.usage = dataclasses.replace(sequence.usage, predicted_error=error)
 
     def _call_step(self, work: list[Work], size: int, rows: int) -> jax.Array:
         """Pack the work and run it; the logits of each part's last query, in order."""

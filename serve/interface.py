@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Bool, Int, Integer
 
 from kvfunc.history import History, Run
 
@@ -63,6 +63,16 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()  # tokens that end the answer, at most MAX_STOP_IDS
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A text of a prompt whose KV may come from another prompt."""
+
+    name: str  # which text of many requests this is one of
+    start: int  # raw index of the first token wholly inside, half-open
+    stop: int
+    outer: tuple[int, int]  # with the tokens that reach over its borders
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """A prompt that has passed every check, and how to go on from it."""
@@ -73,6 +83,7 @@ class Job:
     max_tokens: int
     sampling: Sampling
     thinking: Thinking | None = None  # what the answer drops of itself; None: nothing
+    shares: tuple[Share, ...] = ()  # in order; none may be estimated if there are events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +131,7 @@ class Usage:
     repos_tokens: int
     drop_skipped_tokens: int
     approximate_tokens: int
+    predicted_error: float | None = None  # of what was estimated for this prompt; None: nothing
 
     @property
     def computed_tokens(self) -> int:
@@ -136,12 +148,19 @@ class Plan:
     runs: tuple[Run, ...]
 
     @classmethod
-    def of(cls, history: History, queries: Integer[np.ndarray, " queries"]) -> Plan:
-        """The plan that computes these queries of a prompt and reuses the rest."""
-        runs = history.classify(queries)
+    def of(cls, history: History, queries: Integer[np.ndarray, " queries"],
+           approximate: Bool[np.ndarray, " tokens"] | None = None) -> Plan:
+        """The plan that computes these queries of a prompt and reuses the rest.
+
+        Args:
+          history: of the prompt.
+          queries: raw indices of what is computed, increasing.
+          approximate: which tokens' KV rests on an estimate; None: that of none.
+        """
+        runs = history.classify(queries, approximate)
         count = dict.fromkeys(History.KINDS, 0)
         for run in runs:
             count[run.kind] += run.stop - run.start
         return cls(Usage(prompt_tokens=history.tokens, cached_tokens=count["cached"],
                          repos_tokens=count["repos"], drop_skipped_tokens=count["drop_skipped"],
-                         approximate_tokens=0), tuple(runs))
+                         approximate_tokens=count["approximate"]), tuple(runs))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Strict(BaseModel):
@@ -19,11 +19,18 @@ class Closed(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
+class PartCache(Closed):
+    """The `cache` object of a part of a message's content."""
+
+    share: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class TextPart(Strict):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
+    cache: PartCache | None = None
 
 
 class Function(Strict):

@@ -25,6 +25,7 @@ ENGINE_COUNTERS = (
     ("computed", "kvfunc:computed_tokens", "Tokens of prompts and answers that a query ran for."),
     ("recovered", "kvfunc:recovered_tokens",
      "Tokens computed again though what follows them was resident."),
+    ("estimated", "kvfunc:estimated_tokens", "Tokens of shared texts whose KV was estimated."),
     ("evicted", "kvfunc:evicted_tokens", "Tokens that lost their KV to make room."),
     ("compilations", "kvfunc:compilations", "Steps that were compiled, warm-up included."),
     ("host_seconds", "kvfunc:host_seconds", "Time spent on planning, packing and delivering."),
@@ -59,6 +60,8 @@ class Metrics:
             "kvfunc:dropped_generation_tokens", "Tokens of answers dropped as thinking.")
         self.repositioned_tokens = counter(
             "kvfunc:repositioned_tokens", "Prompt tokens whose KV was read at another position.")
+        self.approximate_tokens = counter(
+            "kvfunc:approximate_tokens", "Prompt tokens whose KV rests on estimates.")
         self._success = Counter(
             "vllm:request_success", "Answers of requests that ended well, each answer of n.",
             ["model_name", "finished_reason"], registry=self._registry)

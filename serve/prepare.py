@@ -17,13 +17,16 @@ from .answer import Choice
 from .drops import hidden
 from .engine import Engine
 from .errors import ApiError, invalid
-from .interface import ContextLengthExceeded, Job
+from .interface import ContextLengthExceeded, Job, Share
 from .protocol import ChatRequest, CompletionRequest
 from .spans import Layout
 from .thinking import Thinking
 from .turns import Turns
 
 MAX_ANSWERS = 1024  # of one request: prompts times n
+AUTOMATIC = ("user", "assistant", "tool")  # roles whose messages are shared without a name
+NOT_SHARED = ("shared texts are computed exactly in a request that drops or repositions: leave out "
+              "the one or the other")
 
 
 class PreparedChat(NamedTuple):
@@ -86,11 +89,15 @@ class Preparation:
         elif edits is not None:  # a policy, which breaks calls from their results knowingly
             schedule = edits(message_events.units(messages, rendered.owner))
         events, thinking = self._events(asked, schedule, rendered)
-        choices = self._choices(asked, rendered.tokens, events, "messages", thinking)
+        shares = self._shares(asked, rendered)
+        if shares and (events or thinking):
+            shares = []
+            warnings.append(NOT_SHARED)
+        choices = self._choices(asked, rendered.tokens, events, "messages", thinking, shares)
         plan = None
         if asked.explain:
             job = choices[0].job
-            described = self._engine.plan(job.tokens, job.history, job.salt)
+            described = self._engine.plan(job)
             plan = {"model": self._engine.name, **message_events.describe(
                 described, job.history, messages, rendered.owner, warnings)}
         return PreparedChat(asked, choices, warnings, plan)
@@ -112,6 +119,22 @@ class Preparation:
             thinking = Thinking(tags, piece, layout.start(header))
         return message_events.events(schedule, len(messages), rendered.owner, parts,
                                      thoughts), thinking
+
+    def _shares(self, asked: ChatRequest, rendered: Rendered) -> list[Share]:
+        """The texts whose KV may be estimated: those named, and whole messages if that is on."""
+        if asked.cache is not None and asked.cache.exact:
+            return []
+        parts = dict(asked.shares)
+        if self._engine.shares_messages:
+            named = {part.message for part in parts}
+            parts |= {Part(index, (0, len(message["content"]))): f"{message['role']} message"
+                      for index, message in enumerate(asked.conversation)
+                      if index not in named and message["role"] in AUTOMATIC}
+        if not parts:
+            return []
+        layout = Layout(rendered, self._template.thinking, self._engine.tokenizer.piece)
+        found = [layout.share(name, part) for part, name in parts.items()]
+        return sorted((share for share in found if share is not None), key=lambda s: s.start)
 
     def _render(self, asked: ChatRequest, body: dict[str, Any]) -> Rendered:
         try:
@@ -139,7 +162,8 @@ class Preparation:
         return np.array(prompt, np.int32)
 
     def _choices(self, asked: protocol.Request, tokens: np.ndarray, events: list[Event],
-                 param: str, thinking: Thinking | None = None) -> list[Choice]:
+                 param: str, thinking: Thinking | None = None,
+                 shares: Sequence[Share] = ()) -> list[Choice]:
         if not len(tokens):
             raise ApiError(f"{param} has no tokens: give some text", param=param,
                            code="invalid_value")
@@ -150,7 +174,7 @@ class Preparation:
             raise ApiError(str(error), param=param, code="context_length_exceeded") from error
         room = self._engine.max_new_tokens(history)
         limit = min(asked.token_limit or room, room)
-        return [Choice(Job(tokens, history, asked.salt, limit, sampling, thinking),
+        return [Choice(Job(tokens, history, asked.salt, limit, sampling, thinking, tuple(shares)),
                        asked.stop_strings, has_own_prompt=place == 0)
                 for place, sampling in enumerate(asked.samplings(self._engine.tokenizer.stop_ids))]
 

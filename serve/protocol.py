@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError
 
 from kvfunc.models.chat import normalised
-from kvfunc.policies import Policy, Schedule, rolling_tool_outputs
+from kvfunc.policies import Part, Policy, Schedule, rolling_tool_outputs
 
 from . import akv
 from .drops import CANONICAL, Dropped, read_drop, read_reposition
@@ -63,7 +63,7 @@ class Cache(Closed):
     policy: PolicyChoice | None = None
     salt: str | None = None
     explain: bool | None = None
-    exact: bool | None = None  # everything is exact in this version
+    exact: bool | None = None  # no KV that rests on estimates
     drop_thinking: bool | None = None
 
 
@@ -152,6 +152,11 @@ class Request(Strict):
         return (self.cache and self.cache.salt) or ""
 
     @property
+    def shares(self) -> dict[Part, str]:
+        """The texts whose KV may be estimated, each by its name, in order."""
+        return {}
+
+    @property
     def explain(self) -> bool:
         """Whether the plan is wanted instead of an answer."""
         return bool(self.cache and self.cache.explain)
@@ -160,7 +165,7 @@ class Request(Strict):
     def wants_usage_chunk(self) -> bool:
         """Whether a stream ends with the counters: asked for, or implied by any cache field."""
         asked = bool(self.stream_options and self.stream_options.include_usage)
-        return asked or bool(self.model_fields_set & {"cache", *AKV_FIELDS})
+        return asked or bool(self.model_fields_set & {"cache", *AKV_FIELDS}) or bool(self.shares)
 
     def samplings(self, ends: Collection[int]) -> list[Sampling]:
         """How tokens are chosen, for each answer of a prompt.
@@ -233,6 +238,18 @@ class ChatRequest(Request):
     def alternatives(self) -> int | None:
         """How many alternatives to report, None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @functools.cached_property
+    def shares(self) -> dict[Part, str]:
+        """The texts whose KV may be estimated, each by its name, in order."""
+        found = {}
+        for index, message in enumerate(self.messages):
+            at = 0
+            for part in message.content if isinstance(message.content, list) else ():
+                if part.cache is not None:
+                    found[Part(index, (at, at + len(part.text)))] = part.cache.share
+                at += len(part.text)
+        return found
 
     @property
     def drops_thinking(self) -> bool:
@@ -388,7 +405,3 @@ def _check_message(message: dict[str, Any], param: str) -> None:
     if "content" not in message and not message.get("tool_calls"):
         raise ApiError(f"{param}.content is missing: give a string, a list of text parts or null",
                        param=f"{param}.content", code="missing_required_parameter")
-    if isinstance(message.get("content"), list):
-        for index, part in enumerate(message["content"]):
-            if part.get("cache") is not None:
-                raise unsupported(f"{param}.content[{index}].cache", part["cache"], "leave it out")

@@ -9,7 +9,7 @@ lies behind it stays of use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -56,7 +56,7 @@ class Node:
 
 
 class Tree:
-    """Resident KV by its key, in one namespace a salt.
+    """Resident KV by its key. Namespaces (`salt`) share nothing.
 
     Args:
       pages: where the KV stands.
@@ -67,18 +67,18 @@ class Tree:
     def __init__(self, pages: Pages, policy: eviction.Policy = eviction.by_worth,
                  doubling: int = 4096):
         self._pages, self._policy, self._doubling = pages, policy, doubling
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[Hashable, Node] = {}
         self._clock = 0
         self._gap = eviction.Gap()
 
-    def find(self, salt: str, tokens: Tokens, history: History) -> Int[np.ndarray, " tokens"]:
+    def find(self, salt: Hashable, tokens: Tokens, history: History) -> Int[np.ndarray, " tokens"]:
         """The slot of every token that has KV under this key, HOLE for the others."""
         slots = np.full(len(tokens), HOLE, np.int32)
         for node, shared in self._path(salt, tokens, history):
             slots[node.start:node.start + shared] = node.slots[:shared]
         return slots
 
-    def use(self, salt: str, tokens: Tokens, history: History) -> None:
+    def use(self, salt: Hashable, tokens: Tokens, history: History) -> None:
         """Note that a request came for this stream: what it finds is of use still."""
         self._clock += 1
         for node, shared in self._path(salt, tokens, history):
@@ -88,7 +88,7 @@ class Tree:
                 self._gap.observe(self._clock - node.last_use)
             node.last_use, node.is_answer = self._clock, False
 
-    def insert(self, salt: str, tokens: Tokens, history: History,
+    def insert(self, salt: Hashable, tokens: Tokens, history: History,
                slots: Int[np.ndarray, " tokens"], is_answer: bool = False) -> None:
         """Keep the KV of a stream's tokens, except where the tree has it already.
 
@@ -145,7 +145,7 @@ class Tree:
         for root in self._roots.values():
             yield from root.walk()
 
-    def _path(self, salt: str, tokens: Tokens, history: History) -> Iterator[tuple[Node, int]]:
+    def _path(self, salt: Hashable, tokens: Tokens, history: History) -> Iterator[tuple[Node, int]]:
         """The nodes along a stream, each with how many of its tokens the stream shares."""
         node, at = self._roots.get(salt), 0
         while node is not None and at < len(tokens):
@@ -170,7 +170,7 @@ class Tree:
         node.events = tuple(e for e in node.events if e.at < at)
         node.children = {tail.key: tail}
 
-    def _tidy(self, salt: str) -> None:
+    def _tidy(self, salt: Hashable) -> None:
         """Remove stretches without KV at the ends of branches, and needless cuts between nodes."""
         root = self._roots[salt]
         for node in reversed([*root.walk()][1:]):

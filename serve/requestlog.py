@@ -153,6 +153,7 @@ class RequestRecord:
                 self._metrics.cache_hits.inc(usage.cached_tokens + usage.repos_tokens)
                 self._metrics.dropped_tokens.inc(usage.drop_skipped_tokens)
                 self._metrics.repositioned_tokens.inc(usage.repos_tokens)
+                self._metrics.approximate_tokens.inc(usage.approximate_tokens)
 
     def _line(self, seconds: float, reasons: list[str | None]) -> dict[str, Any]:
         prompts = [answer.usage for answer in self._answers

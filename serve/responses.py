@@ -45,7 +45,7 @@ class Reply:
             by_choice[step.choice].append(step)
         return {**self._head, "object": self.WHOLE,
                 "choices": [self._choice(by_choice[index]) for index in sorted(by_choice)],
-                "usage": self.usage(steps), **_warned(warnings)}
+                "usage": self.usage(steps), **self.cache(steps), **_warned(warnings)}
 
     def _choice(self, steps: Sequence[Step]) -> Json:
         whole = Piece("".join(step.piece.text for step in steps),
@@ -89,6 +89,14 @@ class Reply:
             },
             **({"completion_tokens_details": {"dropped_tokens": sum(dropped)}} if dropped else {}),
         }
+
+    def cache(self, steps: Iterable[Step]) -> Json:
+        """The `cache` object, where some prompt has KV that rests on estimates."""
+        done = [step.usage for step in steps if step.finish_reason]
+        if not any(usage.approximate_tokens for usage in done):
+            return {}
+        errors = [usage.predicted_error for usage in done if usage.predicted_error is not None]
+        return {"cache": {"predicted_error": max(errors, default=None)}}
 
     def _opening(self) -> list[Json]:
         raise NotImplementedError

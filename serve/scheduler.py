@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 import numpy as np
 
 from kvfunc.history import HOLE
 
+from .bases import Bases, approximate
 from .interface import CapacityExceeded, End, Plan
 from .pages import Pages
 from .radix import Tree
-from .sequence import Indices, Sequence, Slots, Table
+from .sequence import Indices, Mask, Sequence, Slots, Table
+from .sharing import Estimate, Sharing, estimated_by
 
 FAIRNESS = 8  # how many later requests may be admitted before one that waits
 LOOKAHEAD = 64  # how many of those that wait are compared
@@ -35,6 +38,7 @@ class Counters:
     steps: int = 0
     computed: int = 0  # queries that ran
     found: int = 0  # tokens of admitted requests that were resident
+    estimated: int = 0  # tokens whose KV was estimated
     recovered: int = 0  # tokens computed again though what follows them was resident
     evicted: int = 0  # tokens that lost their KV to make room
     preempted: int = 0  # requests that made way for an earlier one
@@ -61,15 +65,20 @@ class Scheduler:
       sizes: numbers of queries that a step may have, increasing.
       rows: rows of a step.
       most_rows: rows of a step of one query that runs alone.
+      sharing: what estimates are made from; None: none are made.
+      estimate: makes the KV of an admitted request's estimates, at once.
     """
 
     def __init__(self, pages: Pages, tree: Tree, *, lanes: int, sizes: Several[int], rows: int,
-                 most_rows: int):
+                 most_rows: int, sharing: Sharing | None = None,
+                 estimate: Callable[[Sequence, list[Estimate]], None] | None = None):
         self.pages, self.tree, self.counters = pages, tree, Counters()
         self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []
         self.ended: list[tuple[Sequence, End]] = []  # those that a plan found no room for
         self._lanes, self._sizes, self._rows, self._most_rows = lanes, sizes, rows, most_rows
+        self.bases = Bases(tree)
+        self._sharing, self._estimate = sharing, estimate
 
     @property
     def chunk(self) -> int:
@@ -166,6 +175,25 @@ class Scheduler:
     def _find(self, sequence: Sequence) -> Slots:
         return self.tree.find(sequence.job.salt, sequence.stream, sequence.history)
 
+    def share(self, sequence: Sequence, resident: Slots) -> tuple[Slots, Mask, list[Estimate]]:
+        """What more there is of a request than its exact KV, for one that takes estimates.
+
+        Returns:
+          Its resident KV, which of that rests on estimates, and the estimates to be made.
+        """
+        rests = np.zeros(len(resident), bool)
+        if self._sharing is None or not sequence.job.shares:
+            return resident, rests, []
+        missing = np.flatnonzero(resident == HOLE)
+        planned = self._sharing.plan(sequence, missing, self.bases)
+        if planned is None:
+            return resident, rests, []
+        also = self.tree.find(approximate(sequence.job.salt), sequence.stream, sequence.history)
+        rests = (resident == HOLE) & (also != HOLE)
+        resident = np.where(rests, also, resident)
+        planned = [part for estimate in planned for part in estimate.without(rests)]
+        return resident, rests, planned
+
     def _is_coming(self, sequence: Sequence, found: int) -> bool:
         """Whether a running prompt is about to compute much of what is missing of this one."""
         for other in self.running:
@@ -182,21 +210,33 @@ class Scheduler:
         Resident KV can lie scattered over more pages than the request would fill by itself; if it
         is alone and has no room for that reason, it is computed from the start.
         """
-        found_nothing = np.full_like(resident, HOLE)
-        for found in [found_nothing] if sequence.cold else [resident, found_nothing]:
-            sequence.place(found)
-            self.pages.hold(sequence.slots)
+        nothing = np.full_like(resident, HOLE), np.zeros(len(resident), bool), []
+        ways = [nothing] if sequence.cold else [self.share(sequence, resident), nothing]
+        for found, rests, estimates in ways:
+            sequence.place(found, rests, estimated_by(estimates))
+            sources = [estimate.sources for estimate in estimates]
+            for slots in (sequence.slots, *sources):
+                self.pages.hold(slots)
             if self._has_room(sequence):
                 break
-            self.pages.release(sequence.unplace())
+            for slots in (sequence.unplace(), *sources):
+                self.pages.release(slots)
             if self.running:
                 return False
         else:
             return False
         sequence.cold = False
-        self.tree.use(sequence.job.salt, sequence.stream, sequence.history)
+        self._use(sequence)
+        if estimates:
+            self._make_room(sequence, sequence.lacks(sequence.estimated))
+            self._estimate(sequence, estimates)
+            self.counters.estimated += len(sequence.estimated)
+            for slots in sources:
+                self.pages.release(slots)
         if sequence.usage is None:
-            sequence.usage = Plan.of(sequence.job.history, sequence.queries).usage
+            sequence.asked = sequence.queries
+            sequence.usage = Plan.of(sequence.job.history, sequence.queries,
+                                     sequence.approximate[:sequence.prompt]).usage
             sequence.admitted = time.perf_counter()
         last = int(np.flatnonzero(found != HOLE).max(initial=-1))
         self.counters.found += int((found != HOLE).sum())
@@ -205,6 +245,11 @@ class Scheduler:
         sequence.lane = next(lane for lane in range(self._lanes) if lane not in lanes)
         sequence.lane_is_set = False
         return True
+
+    def _use(self, sequence: Sequence) -> None:
+        self.tree.use(sequence.job.salt, sequence.stream, sequence.history)
+        if sequence.approximate.any():
+            self.tree.use(approximate(sequence.job.salt), sequence.stream, sequence.history)
 
     def _has_room(self, sequence: Sequence) -> bool:
         promised = sum(self._pages_for(other) for other in self.running)
@@ -287,7 +332,11 @@ class Scheduler:
         sequence.lane = None
 
     def _keep(self, sequence: Sequence) -> None:
-        count = sequence.computed
-        if count:
-            self.tree.insert(sequence.job.salt, sequence.tokens[:count], sequence.history,
-                             sequence.slots[:count], is_answer=count > sequence.prompt)
+        count, salt = sequence.computed, sequence.job.salt
+        rests = sequence.approximate[:count]
+        for namespace, kept in ((salt, ~rests), (approximate(salt), rests)):
+            stop = int(np.flatnonzero(kept).max(initial=-1)) + 1
+            if stop:
+                slots = np.where(kept, sequence.slots[:count], HOLE)[:stop]
+                self.tree.insert(namespace, sequence.tokens[:stop], sequence.history, slots,
+                                 is_answer=stop > sequence.prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Bool, Int, Integer
 
 from kvfunc.history import HOLE, NEVER, Drop, History
 from kvfunc.rows import Rows
@@ -15,6 +15,7 @@ from .thinking import Span
 
 Indices = Integer[np.ndarray, " n"]
 Slots = Int[np.ndarray, " n"]
+Mask = Bool[np.ndarray, " n"]
 Table = Int[np.ndarray, "columns rows"]  # Rows.COLUMNS, one row of the table a column
 _COLUMN = {name: index for index, name in enumerate(Rows.COLUMNS)}
 
@@ -31,6 +32,9 @@ class Sequence:
       history: of all `tokens`; an answer that drops its thinking adds to the events.
       slots: int32, where the KV of a token stands that this request holds, HOLE for others.
       spare: slots that it holds and has no token for yet.
+      approximate: which tokens' KV rests on an estimate, or will.
+      estimated: raw indices of those whose KV is an estimate made for this request.
+      asked: raw indices of the prompt that were to be computed when its turn came.
       queries: raw indices that must be computed before the next token can be chosen.
     """
 
@@ -43,6 +47,7 @@ class Sequence:
         self.restarted = False  # whether that has been tried
         self.postponed = False  # whether the last step had no room for it
         self.usage: Usage | None = None
+        self.asked = np.zeros(0, np.int64)
         self.lane: int | None = None  # of the sampler, while it runs
         self.lane_is_set = False
         self.prompt = self.length = len(job.tokens)
@@ -88,6 +93,8 @@ class Sequence:
     def _clear(self) -> None:
         self.slots = np.full(len(self.tokens), HOLE, np.int32)
         self._resident = np.zeros(len(self.tokens), bool)
+        self.approximate = np.zeros(len(self.tokens), bool)
+        self.estimated = np.zeros(0, np.int64)
         self.spare = np.zeros(0, np.int32)
         self.queries = np.zeros(0, np.int64)
         self._table: Table | None = None
@@ -98,15 +105,28 @@ class Sequence:
         self._clear()
         return held
 
-    def place(self, resident: Slots) -> None:
+    def place(self, resident: Slots, approximate: Mask | None = None,
+              estimated: Integer[np.ndarray, " estimated"] | None = None) -> None:
         """Build on resident KV: what is read is taken over, what is missing becomes queries.
 
         Args:
           resident: where the KV of each token of the stream stands, HOLE for none.
+          approximate: which of it rests on an estimate; None: nothing.
+          estimated: raw indices of missing tokens that get an estimate; None: none does.
         """
         self.slots[:self.length] = resident
         missing = np.zeros(len(self.tokens), bool)
         missing[:self.length] = resident == HOLE
+        if estimated is not None:
+            missing[estimated] = False
+            self.estimated = estimated
+        rests = np.zeros(len(self.tokens), bool)
+        rests[:self.length] = False if approximate is None else approximate
+        rests[self.estimated] = True
+        if rests.any():  # whatever is computed behind an estimate rests on it too
+            computed = ~rests
+            computed[:self.length] &= resident == HOLE
+            self.approximate = rests | (computed & (np.cumsum(rests) > 0))
         self.queries = self.history.needed(missing, [self.length - 1])
         if self._edited:
             read = self.history.read_by(self.queries) | (self.history.visible_until == NEVER)
@@ -121,6 +141,7 @@ class Sequence:
         """
         mine = np.flatnonzero(self.slots[:self.length] != HOLE)
         new = self.queries[self.slots[self.queries] == HOLE]
+        new = np.union1d(new, self.estimated[self.slots[self.estimated] == HOLE])
         most = most_slots(self.history, mine, new, self.length, chunk)
         return max(most - len(mine) - len(self.spare), 0)
 
@@ -133,6 +154,17 @@ class Sequence:
         without = queries[self.slots[queries] == HOLE]
         self.slots[without], self.spare = self.spare[:len(without)], self.spare[len(without):]
         return np.where(self._resident[queries], HOLE, self.slots[queries]).astype(np.int32)
+
+    def take_estimates(self) -> Slots:
+        """Give the estimated tokens their slots, where they count as resident."""
+        slots = self.assign(self.estimated)
+        self._resident[self.estimated] = True
+        return slots
+
+    def compute_too(self, queries: Indices) -> None:
+        """These tokens have an estimate, and are to be computed all the same."""
+        self._resident[queries] = False
+        self.queries = np.union1d(self.queries, queries)
 
     def table(self, queries: Indices) -> Table:
         """The rows of these queries, the first of them at place 0."""

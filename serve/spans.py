@@ -12,6 +12,7 @@ from kvfunc.history import Range
 from kvfunc.models.chat import Rendered
 from kvfunc.policies import Part
 
+from .interface import Share
 from .thinking import Piece, Scanner, Span
 
 Owners = Int[np.ndarray, " tokens"]
@@ -37,10 +38,23 @@ class Layout:
             return [piece for span in found for piece in self._inside(part.message, span)] if (
                 found) else None
         chars = list(self._printed(part.message, *part.chars))
-        starts, stops = self._rendered.offsets.T
-        ranges = [(int(np.searchsorted(starts, start)), int(np.searchsorted(stops, stop, "right")))
-                  for start, stop in chars]
+        ranges = [self._tokens(start, stop) for start, stop in chars]
         return [span for span in ranges if span[0] < span[1]] if chars else None
+
+    def share(self, name: str, part: Part) -> Share | None:
+        """A shared part as tokens; None where it is not printed in one piece."""
+        chars = list(self._printed(part.message, *part.chars))
+        if len(chars) != 1:
+            return None
+        (start, stop), (first, last) = self._tokens(*chars[0]), chars[0]
+        starts, stops = self._rendered.offsets.T
+        outer = int(np.searchsorted(stops, first, "right")), int(np.searchsorted(starts, last))
+        return Share(name, start, stop, outer) if start < stop else None
+
+    def _tokens(self, start: int, stop: int) -> Range:
+        """The tokens that lie wholly inside some characters of the text."""
+        starts, stops = self._rendered.offsets.T
+        return int(np.searchsorted(starts, start)), int(np.searchsorted(stops, stop, "right"))
 
     def thinking(self, owner: int) -> Iterator[tuple[int, Range]]:
         """(boundary, tokens) of what an assistant's message drops as soon as it is complete."""

@@ -85,6 +85,7 @@ class FakeEngine(Engine):
 
     def __init__(self):
         self.name, self.context_length, self.kv_bytes_per_token = "fake", 1000, 64
+        self.sharing = None
         self.tokenizer = byte_tokenizer()
         self._changed = threading.Condition()
         self._waiting: list[FakeGeneration] = []
@@ -135,8 +136,8 @@ class FakeEngine(Engine):
     def max_new_tokens(self, history):
         return self.context_length - history.next_position
 
-    def plan(self, tokens, history, salt):
-        return Plan.of(history, np.array([history.tokens - 1]))
+    def plan(self, job):
+        return Plan.of(job.history, np.array([job.history.tokens - 1]))
 
     def submit(self, job, deliver):
         if self.failure:
@@ -182,7 +183,7 @@ class FakeEngine(Engine):
                 while self._waiting and len(self._running) < self.seats:
                     generation = self._waiting.pop(0)
                     self.admitted.append(generation.job)
-                    generation.usage = self.plan(None, generation.job.history, "").usage
+                    generation.usage = self.plan(generation.job).usage
                     generation.admitted = time.perf_counter()
                     self._running.append(generation)
                 if not self._running:

@@ -232,7 +232,7 @@ def test_what_is_underway_when_a_stop_string_is_found_is_ignored(served, monkeyp
         for token_id in served.engine.tokenizer.encode("abcd"):
             deliver(Token(token_id, None, ()))
         deliver(End("length"))
-        usage = served.engine.plan(job.tokens, job.history, job.salt).usage
+        usage = served.engine.plan(job).usage
         return types.SimpleNamespace(usage=usage, admitted=0.0, preempted=0, cancel=lambda: None)
 
     monkeypatch.setattr(served.engine, "submit", submit)

@@ -57,12 +57,14 @@ class Request:
     def history(self):
         return History(len(self.tokens), self.events)
 
+    def job(self, salt, sampling=GREEDY):
+        return Job(np.array(self.tokens, np.int32), self.history, salt, self.new, sampling)
+
     def submit(self, engine, salt="a", sampling=GREEDY):
-        return Asked(engine, Job(np.array(self.tokens, np.int32), self.history, salt, self.new,
-                                 sampling))
+        return Asked(engine, self.job(salt, sampling))
 
     def plan(self, engine, salt="a"):
-        return engine.plan(np.array(self.tokens, np.int32), self.history, salt)
+        return engine.plan(self.job(salt))
 
     def then(self, answer, more, *events, new=4):
         """The next turn: the answer, `more` tokens, and further events."""

@@ -341,11 +341,29 @@ def test_a_bad_cache_field_is_named_with_its_remedy(cache, param, said):
     assert said in str(refused)
 
 
-def test_a_shared_text_part_is_not_supported_yet():
-    part = {"type": "text", "text": "a", "cache": {"share": "name"}}
+def test_shared_parts_are_read_by_message_and_characters():
+    parts = [{"type": "text", "text": "see "}, {"type": "text", "text": "abc", "cache": {
+        "share": "document"}}, {"type": "text", "text": "!"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": parts}]
+    request = chat(messages=messages, stream=True)
+    assert request.shares == {Part(1, (4, 7)): "document"}
+    assert request.conversation[1]["content"] == "see abc!"
+    assert request.wants_usage_chunk and not chat(stream=True).wants_usage_chunk
+
+
+@pytest.mark.parametrize("value, param, said", [
+    ({"share": ""}, "cache.share", "at least 1 character"),
+    ({"share": 3}, "cache.share", "valid string"),
+    ({"share": "x" * 257}, "cache.share", "at most 256 characters"),
+    ({}, "cache.share", "give it"),
+    ({"share": "x", "salt": "y"}, "cache.salt", "no such parameter"),
+    ("x", "cache", "dictionary"),
+])
+def test_a_part_that_is_shared_wrongly_is_refused(value, param, said):
+    part = {"type": "text", "text": "a", "cache": value}
     refused = fault(chat, messages=[{"role": "user", "content": [part]}])
-    assert refused.param == "messages[0].content[0].cache"
-    assert "not supported yet" in str(refused)
+    assert refused.param == f"messages[0].content[0].{param}"
+    assert said in str(refused)
 
 
 def test_salt_explain_and_exact_are_read():
