@@ -29,7 +29,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvfunc import matching, ridge
 from kvfunc.matching import resized
 from kvfunc.packed import Packed
-from kvfunc.segments import Segment
+from kvfunc.rope import Rope
+from kvfunc.segments import Segment, numbers, turn, turned
+from kvfunc.storage import KV, write_layer
 
 FIRST = 16  # tokens whose index is a feature of its own: prompts move the first tokens most
 SAME = 1e-3  # a distance that two different texts do not come to
@@ -254,24 +256,31 @@ def apply(base: Segment, offset: Segment) -> Segment:
     return Segment(k, v, base.length)
 
 
-def features(pool: AnchorPool, base: Segment,
-             first: Scalar = 0) -> Float[Array, "corrected tokens features"]:
+def features(base: Segment, first: Scalar = 0) -> Float[Array, "corrected tokens features"]:
     """What the ridge is told of each token: its base KV, its index and the constant 1.
 
     Args:
-      pool: whose sums these are for.
       base: the text's KV elsewhere, or a part of it.
       first: index in the text of the first token in `base`.
     """
-    flat = base.flat[1:]
-    layers, tokens, channels = flat.shape
-    directions = pool.sums.gram.shape[-1] - FIRST - 2
-    if directions < channels:
-        flat = flat @ jnp.asarray(_projection(channels, directions))
+    flat, place = base.flat[1:], _place(base.size, first)
+    return jnp.concatenate([flat, jnp.broadcast_to(place, (len(flat), *place.shape))], -1)
+
+
+def _place(tokens: int, first: Scalar) -> Float[Array, "tokens features"]:
     index = first + jnp.arange(tokens)
     logarithm = jnp.log1p(index.astype(jnp.float32))[:, None]
-    place = jnp.concatenate([jax.nn.one_hot(index, FIRST), logarithm, jnp.ones((tokens, 1))], -1)
-    return jnp.concatenate([flat, jnp.broadcast_to(place, (layers, *place.shape))], -1)
+    return jnp.concatenate([jax.nn.one_hot(index, FIRST), logarithm, jnp.ones((tokens, 1))], -1)
+
+
+def _projected(pool: AnchorPool,
+               x: Float[Array, "corrected tokens features"]) -> Float[Array, ...]:
+    """The features as the pool's sums have them."""
+    directions, channels = pool.sums.gram.shape[-1] - FIRST - 2, pool.sums.cross.shape[-1]
+    if directions == channels:
+        return x
+    kv, place = jnp.split(x, [channels], axis=-1)
+    return jnp.concatenate([kv @ jnp.asarray(_projection(channels, directions)), place], -1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -320,7 +329,7 @@ def observe(pool: AnchorPool, base: Segment, exact: Segment, consumer: Scalar,
     _check(pool, consumer)
     offset = exact.flat - base.flat
     taught = jax.tree.map(lambda x: x.at[consumer].get(mode="clip"), pool.sums).add(
-        features(pool, base, first), offset[1:], base.valid & exact.valid)
+        _projected(pool, features(base, first)), offset[1:], base.valid & exact.valid)
     pool = dataclasses.replace(
         pool, clock=pool.clock + 1,
         sums=jax.tree.map(lambda old, new: old.at[consumer].set(new, mode="drop"), pool.sums,
@@ -393,7 +402,15 @@ def _make_room(pool: AnchorPool, size: Array, options: Options) -> tuple[AnchorP
 
 def fit(pool: AnchorPool, consumer: Scalar, options: Options = Options()) -> ridge.Weights:
     """The ridge's maps of one consumer, by layer from 1 on; worth keeping while the sums stay."""
-    return ridge.fit(jax.tree.map(lambda x: x[consumer], pool.sums), options.penalty, options.rank)
+    weights = ridge.fit(jax.tree.map(lambda x: x[consumer], pool.sums), options.penalty,
+                        options.rank)
+    directions, channels = pool.sums.gram.shape[-1] - FIRST - 2, pool.sums.cross.shape[-1]
+    if directions == channels:
+        return weights
+    # Maps of the projected KV, made such that they take the KV itself.
+    of_kv, of_place = jnp.split(weights.left, [directions], axis=-2)
+    unprojected = jnp.einsum("cd,ldr->lcr", jnp.asarray(_projection(channels, directions)), of_kv)
+    return dataclasses.replace(weights, left=jnp.concatenate([unprojected, of_place], -2))
 
 
 def estimate(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options = Options(),
@@ -425,7 +442,7 @@ def estimate(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options
     rule, error = jnp.where(covered.any(), Estimated.ANCHORS, Estimated.NOTHING), jnp.float32(1)
     if options.estimator == "ridge":
         weights = fit(pool, consumer, options) if weights is None else weights
-        by_ridge = weights(features(pool, base, first))
+        by_ridge = weights(features(base, first))
         by_ridge = jnp.concatenate([jnp.zeros_like(by_ridge[:1]), by_ridge])
         text = jnp.where(covered[None, :, None], text, by_ridge)
         taught = pool.sums.count[consumer, 0] > 0
@@ -445,6 +462,54 @@ def estimate(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options
                       unreliable=unreliable, moved=moved,
                       recompute=_recompute(base, moved, options),
                       refused=refused | (rule == Estimated.NOTHING)))
+
+
+def correct(kv: KV, weights: ridge.Weights, sources: Int[Array, " tokens"],
+            targets: Int[Array, " tokens"], births: Int[Array, 2], first: Scalar,
+            rope: Rope) -> tuple[KV, Float[Array, " tokens"]]:
+    """`read`, the ridge's `estimate`, `apply` and `place` in one, a layer at a time.
+
+    The same numbers, and no more memory than a layer takes: for splicing into storage that serves.
+
+    Args:
+      kv: the storage; donate it.
+      weights: what `fit` gave for the consumer.
+      sources: int32, slots of the text's KV elsewhere.
+      targets: int32, slots of its KV in the prompt; beyond the storage, nothing is written.
+      births: int32, position of the text's first token there and here.
+      first: index in the text of the first of these tokens.
+      rope: of the model.
+
+    Returns:
+      The storage, and of each token the mean square of what was added over that of the base.
+    """
+    heads, dim = kv.k[0].shape[-2:]
+    # Keys are turned once, from there to here; to the text's own frame go the weights instead.
+    back, there, across = (turn(rope, position, dim)
+                           for position in (-births[0], births[1], births[1] - births[0]))
+    tokens, half = len(sources), heads * dim
+    place = _place(tokens, first)
+    added, size, layers = jnp.zeros(tokens), jnp.zeros(tokens), []
+    for layer, stored in enumerate(zip(kv.k, kv.v, strict=True)):
+        k, v = (numbers(x, sources) for x in stored)
+        new_k, new_v = turned(k, across), v
+        size += jnp.square(k).sum((1, 2)) + jnp.square(v).sum((1, 2))
+        if layer:
+            left, right, bias = (x[layer - 1] for x in (weights.left, weights.right, weights.bias))
+            of_k = jnp.einsum("de,her->hdr", back, left[:half].reshape(heads, dim, -1))
+            to_k, bias_k = (turned(x.reshape(-1, heads, dim), there).reshape(-1, half)
+                            for x in (right[:, :half], bias[:half]))
+            inner = (k.reshape(tokens, half) @ of_k.reshape(half, -1)
+                     + v.reshape(tokens, half) @ left[half:2 * half] + place @ left[2 * half:])
+            offset_k = inner @ to_k + bias_k
+            offset_v = inner @ right[:, half:] + bias[None, half:]
+            added += jnp.square(offset_k).sum(-1) + jnp.square(offset_v).sum(-1)
+            new_k += offset_k.reshape(k.shape)
+            new_v += offset_v.reshape(v.shape)
+        layers.append([write_layer(x, targets, new)
+                       for x, new in zip(stored, (new_k, new_v), strict=True)])
+    k, v = zip(*layers, strict=True)
+    return KV(k=k, v=v), added / jnp.maximum(size, 1e-30)
 
 
 def predict(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options = Options(),

@@ -65,9 +65,9 @@ def read(kv: KV, slots: Int[Array, " tokens"], birth: int | Int[Array, ""], rope
       rope: of the model.
     """
     inside = slots < kv.slots
-    back = rope.rotation(-jnp.full(1, birth, jnp.int32))
-    k = jnp.stack([back(_numbers(stored, slots)) for stored in kv.k])
-    v = jnp.stack([_numbers(stored, slots) for stored in kv.v])
+    back = turn(rope, -birth, kv.k[0].shape[-1])
+    k = jnp.stack([turned(numbers(stored, slots), back) for stored in kv.k])
+    v = jnp.stack([numbers(stored, slots) for stored in kv.v])
     return Segment(k, v, inside.sum(dtype=jnp.int32))
 
 
@@ -83,8 +83,8 @@ def place(kv: KV, segment: Segment, slots: Int[Array, " tokens"], birth: int | I
       rope: of the model.
     """
     slots = jnp.where(segment.valid, slots, kv.slots)
-    there = rope.rotation(jnp.full(1, birth, jnp.int32))
-    return KV(k=tuple(write_layer(old, slots, there(new))
+    there = turn(rope, birth, segment.k.shape[-1])
+    return KV(k=tuple(write_layer(old, slots, turned(new, there))
                       for old, new in zip(kv.k, segment.k, strict=True)),
               v=tuple(write_layer(old, slots, new)
                       for old, new in zip(kv.v, segment.v, strict=True)))
@@ -110,7 +110,22 @@ def splice(cache: KVCache, segment: Segment,
     return write(cache, new.slots, tuple(segment.k), tuple(segment.v)), new
 
 
-def _numbers(stored: Array | Quantized, slots: Int[Array, " n"]) -> Float[Array, "n heads dim"]:
+def turn(rope: Rope, position: int | Int[Array, ""], head_dim: int) -> Float[Array, "dim dim"]:
+    """The rotation by one position, which all tokens of a segment share, as a matrix.
+
+    A product with it is several times as fast on CPUs as the rotation of each pair of numbers.
+    """
+    return rope.rotation(jnp.full(1, position, jnp.int32))(jnp.eye(head_dim)[None])[0]
+
+
+def turned(x: Float[Array, "n heads dim"],
+           matrix: Float[Array, "dim dim"]) -> Float[Array, "n heads dim"]:
+    """Keys rotated by what `turn` gave."""
+    return jnp.matmul(x, matrix, precision=lax.Precision.HIGHEST)
+
+
+def numbers(stored: Array | Quantized, slots: Int[Array, " n"]) -> Float[Array, "n heads dim"]:
+    """What stands in some slots of a layer, float32; 0 where there is no such slot."""
     rows = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), stored)
     rows = with_numbers(rows)
     return (rows.numbers() if isinstance(rows, Quantized) else rows).astype(jnp.float32)

@@ -26,7 +26,7 @@ from kvfunc import anchors, ridge
 from kvfunc.anchors import AnchorPool
 from kvfunc.history import HOLE
 from kvfunc.models.config import ModelConfig
-from kvfunc.segments import place, read
+from kvfunc.segments import read
 from kvfunc.storage import KV
 
 from .bases import Base, Bases, Found, approximate
@@ -137,11 +137,9 @@ class Sharing:
         self._empty = jax.eval_shape(make)
         options, rope = self.options, config.rope
 
-        def estimate(kv: KV, pool, weights, sources, targets, births, first):
-            base = read(kv, sources, births[0], rope)
-            offsets, info = anchors.estimate(pool, base, FIRST, options, weights, first)
-            exact = anchors.apply(base, offsets.text)
-            return place(kv, exact, targets, births[1], rope), info.moved
+        def estimate(kv: KV, weights, sources, targets, births, first):
+            kv, moved = anchors.correct(kv, weights, sources, targets, births, first, rope)
+            return kv, moved if settings.recompute else None  # it costs time
 
         def observe(kv: KV, pool, sources, targets, births, first):
             base, exact = (read(kv, slots, birth, rope)
@@ -202,8 +200,7 @@ class Sharing:
         reader, moved = estimate.reader, []
         births = np.array([estimate.base.birth, birth], np.int32)
         for first, sources, mine in _calls(estimate.first, kv.slots, estimate.sources, targets):
-            kv, some = self._estimate(kv, reader.pool, reader.weights, sources, mine, births,
-                                      first)
+            kv, some = self._estimate(kv, reader.weights, sources, mine, births, first)
             moved.append(some)
         text = estimate.share.stop - estimate.share.start
         most = math.ceil(self.settings.recompute * text) - self.options.recompute_first
