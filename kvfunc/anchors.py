@@ -59,7 +59,7 @@ class Options:
       gate: what refuses a text. "bound": a predicted error above `bound`; "entropy": of the
         weights above `gamma` log2 of their number; "entropy_paper": that, of KVCOMM's unscaled
         distances.
-      bound: largest relative error of KV that the gate "bound" lets pass.
+      bound: largest `Estimated.error` that the gate "bound" lets pass.
       gamma: see `gate`.
       eviction: "lru", "value" (uses by age and byte) or "windowed_lfu" (KVCOMM's: of the `window`
         oldest the least used).
@@ -179,7 +179,9 @@ class Estimated:
     weights: Float[Array, " A"]  # of the anchors, 0 where one is not used
     counted: Bool[Array, " A"]  # anchors that `use` counts
     distance: Float[Array, ""]  # relative, to the nearest anchor; infinite without one
-    error: Float[Array, ""]  # predicted, of the KV, relative to the offset
+    # Expected, relative: what the ridge leaves of offsets, or the distance of the anchors used; 1
+    # where nothing is known.
+    error: Float[Array, ""]
     unreliable: Int[Array, ""]  # int32, tokens that no anchor covers
     moved: Float[Array, " tokens"]  # mean square of what is added, over that of the base
     recompute: Bool[Array, " tokens"]  # which tokens are to be computed
@@ -274,7 +276,7 @@ def _place(tokens: int, first: Scalar) -> Float[Array, "tokens features"]:
 
 
 def _projected(pool: AnchorPool,
-               x: Float[Array, "corrected tokens features"]) -> Float[Array, ...]:
+               x: Float[Array, "corrected tokens features"]) -> Float[Array, " ..."]:
     """The features as the pool's sums have them."""
     directions, channels = pool.sums.gram.shape[-1] - FIRST - 2, pool.sums.cross.shape[-1]
     if directions == channels:
@@ -327,9 +329,13 @@ def observe(pool: AnchorPool, base: Segment, exact: Segment, consumer: Scalar,
         learned.
     """
     _check(pool, consumer)
-    offset = exact.flat - base.flat
+    consumers = pool.sums.gram.shape[0]
+    is_known = jnp.asarray((0 <= consumer) & (consumer < consumers))
+    consumer = jnp.where(is_known, consumer, consumers)  # what is written there is dropped
+    both = base.valid & exact.valid
+    offset = jnp.where(both[None, :, None], exact.flat - base.flat, 0.0)
     taught = jax.tree.map(lambda x: x.at[consumer].get(mode="clip"), pool.sums).add(
-        _projected(pool, features(base, first)), offset[1:], base.valid & exact.valid)
+        _projected(pool, features(base, first)), offset[1:], both)
     pool = dataclasses.replace(
         pool, clock=pool.clock + 1,
         sums=jax.tree.map(lambda old, new: old.at[consumer].set(new, mode="drop"), pool.sums,
@@ -340,13 +346,18 @@ def observe(pool: AnchorPool, base: Segment, exact: Segment, consumer: Scalar,
 
     length = jnp.minimum(base.length, tokens)
     same = (_distances(pool, base) < SAME) & (pool.length == length)
-    known = same.any()
-    size = length.astype(jnp.float32) * (pool.base.bytes_per_token + pool.offset.bytes_per_token)
-    pool, evicted = lax.cond(known, lambda pool, size: (pool, jnp.int32(0)),
-                             functools.partial(_make_room, options=options), pool, size)
-    free = jnp.argmin(pool.is_there)
-    new = jnp.where(known | pool.is_there[free], capacity, free)  # where a new anchor goes
-    place = jnp.where(known, jnp.argmax(same), new).astype(jnp.int32)
+    most = pool.following.u.shape[-3]
+    behind_length = jnp.int32(0) if following is None else jnp.minimum(following[0].length, most)
+    old = same[:, None] & pool.seen & (jnp.arange(consumers) == consumer)[None]
+    growth = jnp.stack([
+        jnp.where(same.any(), 0, length), jnp.where(old.any(), 0, length),
+        behind_length - jnp.where(old, pool.following_length, 0).sum()]).astype(jnp.float32)
+    growth = growth @ jnp.array([part.bytes_per_token for part in (
+        pool.base, pool.offset, pool.following)])
+    pool, evicted, fits = _make_room(pool, growth, same, is_known, options)
+    free = jnp.where(fits, jnp.argmin(pool.is_there), capacity)
+    new = jnp.where(same.any(), capacity, free)  # where a new anchor goes
+    place = jnp.where(same.any() & fits, jnp.argmax(same), new).astype(jnp.int32)
 
     def put(old: Array, at: tuple[Array | int, ...], value: Array | int | bool) -> Array:
         return old.at[at].set(value, mode="drop")
@@ -354,57 +365,73 @@ def observe(pool: AnchorPool, base: Segment, exact: Segment, consumer: Scalar,
     kept = resized(offset, tokens)
     offsets = pool.offset.put((place, consumer), kept)
     stored = offsets.entry((jnp.minimum(place, capacity - 1), consumer)).numbers()
-    behind, behind_length = pool.following, jnp.int32(0)
+    behind, behind_lengths = pool.following, put(pool.following_length, (new,), 0)
     if following is not None:
         difference = following[1].flat - following[0].flat
-        most = pool.following.u.shape[-3]
         behind = behind.put((place, consumer), resized(difference, most))
-        behind_length = jnp.minimum(following[0].length, most)
+        behind_lengths = put(behind_lengths, (place, consumer), behind_length)
     pool = dataclasses.replace(
         pool, base=pool.base.put((new,), resized(base.flat, tokens)), offset=offsets,
         following=behind, sketch=put(pool.sketch, (new,), _sketch(pool, base)),
         length=put(pool.length, (new,), length), uses=put(pool.uses, (new,), 0),
-        following_length=put(put(pool.following_length, (new,), 0), (place, consumer),
-                             behind_length),
-        seen=put(put(pool.seen, (new,), False), (place, consumer), True),
+        following_length=behind_lengths, seen=put(pool.seen, (place, consumer), True),
         approximate=put(pool.approximate, (new,), approximate),
         inserted=put(pool.inserted, (new,), pool.clock), used=put(pool.used, (place,), pool.clock))
     return pool, Observed(place, evicted, _relative(stored - kept, kept))
 
 
-def evict(pool: AnchorPool, options: Options = Options()) -> tuple[AnchorPool, Int[Array, ""]]:
+def evict(pool: AnchorPool, options: Options = Options(),
+          spared: Bool[Array, " A"] | None = None) -> tuple[AnchorPool, Int[Array, ""]]:
     """Forget one anchor, by the rule of the options; the sums keep what it taught.
+
+    Args:
+      pool: what is known.
+      options: see there.
+      spared: anchors that stay; None: none is.
 
     Returns:
       The pool, and where the anchor stood: int32, the number of anchors if there was none.
     """
+    if not len(pool.length):
+        return pool, jnp.int32(0)
+    there = pool.is_there if spared is None else pool.is_there & ~spared
     place = matching.first_to_go(
-        options.eviction, options.window, pool.is_there, pool.uses, pool.inserted, pool.used,
-        pool.clock, pool.bytes_of_anchors)
-    place = jnp.where(pool.is_there.any(), place, pool.length.shape[0])
+        options.eviction, options.window, there, pool.uses, pool.inserted, pool.used, pool.clock,
+        pool.bytes_of_anchors)
+    place = jnp.where(there.any(), place, pool.length.shape[0])
     return dataclasses.replace(
         pool, length=pool.length.at[place].set(0, mode="drop"),
         seen=pool.seen.at[place].set(False, mode="drop")), place.astype(jnp.int32)
 
 
-def _make_room(pool: AnchorPool, size: Array, options: Options) -> tuple[AnchorPool, Array]:
-    """Evict until one more anchor of some bytes has its place."""
-    def is_full(state: tuple[AnchorPool, Array]) -> Array:
-        there = state[0].is_there
-        full = there.all()
-        if options.max_bytes is not None:
-            full |= state[0].bytes_of_anchors.sum() + size > options.max_bytes
-        return full & there.any()
+def _make_room(pool: AnchorPool, growth: Array, same: Array, wanted: Array,
+               options: Options) -> tuple[AnchorPool, Array, Array]:
+    """Evict others until a text, an anchor already or not, may take so many bytes more.
 
-    return lax.while_loop(is_full, lambda state: (evict(state[0], options)[0], state[1] + 1),
-                          (pool, jnp.int32(0)))
+    Returns:
+      The pool, how many were evicted, and whether there is room now.
+    """
+    def is_full(pool: AnchorPool) -> Array:
+        full = ~same.any() & pool.is_there.all()
+        if options.max_bytes is not None:
+            full |= pool.bytes_of_anchors.sum() + growth > options.max_bytes
+        return full
+
+    def goes_on(state: tuple[AnchorPool, Array]) -> Array:
+        fits_alone = options.max_bytes is None or growth <= options.max_bytes
+        return wanted & fits_alone & is_full(state[0]) & (state[0].is_there & ~same).any()
+
+    pool, evicted = lax.while_loop(
+        goes_on, lambda state: (evict(state[0], options, same)[0], state[1] + 1),
+        (pool, jnp.int32(0)))
+    return pool, evicted, wanted & ~is_full(pool)
 
 
 def fit(pool: AnchorPool, consumer: Scalar, options: Options = Options()) -> ridge.Weights:
     """The ridge's maps of one consumer, by layer from 1 on; worth keeping while the sums stay."""
-    weights = ridge.fit(jax.tree.map(lambda x: x[consumer], pool.sums), options.penalty,
-                        options.rank)
     directions, channels = pool.sums.gram.shape[-1] - FIRST - 2, pool.sums.cross.shape[-1]
+    weights = ridge.fit(jax.tree.map(lambda x: x[consumer], pool.sums), options.penalty,
+                        min(options.rank, channels))
     if directions == channels:
         return weights
     # Maps of the projected KV, made such that they take the KV itself.
@@ -439,7 +466,9 @@ def estimate(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options
     text, following = _blended(pool, by, consumer, base.size)
     covered = by.covers.any(0) & base.valid
     unreliable = (base.valid & ~covered).sum(dtype=jnp.int32)
-    rule, error = jnp.where(covered.any(), Estimated.ANCHORS, Estimated.NOTHING), jnp.float32(1)
+    rule = jnp.where(covered.any(), Estimated.ANCHORS, Estimated.NOTHING)
+    weighed = jnp.where(by.anchor > 0, by.distance, 0.0) @ by.anchor
+    error = jnp.where(covered.any(), weighed, 1.0)
     if options.estimator == "ridge":
         weights = fit(pool, consumer, options) if weights is None else weights
         by_ridge = weights(features(base, first))
@@ -449,23 +478,25 @@ def estimate(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options
         rule = jnp.where(covered.any(), Estimated.NEAR_COPY,
                          jnp.where(taught, Estimated.RIDGE, Estimated.NOTHING))
         unreliable = jnp.where(taught, 0, unreliable)
+        error = jnp.where(covered.any() | ~taught, error, jnp.sqrt(weights.noise.mean()))
     scale = (options.decay ** jnp.arange(len(text), dtype=jnp.float32)).at[0].set(0)
     text, following = (x * scale[:, None, None] for x in (text, following))
-    moved = jnp.square(text).sum((0, 2)) / jnp.maximum(jnp.square(base.flat).sum((0, 2)), 1e-30)
+    moved = jnp.where(base.valid, jnp.square(text).sum((0, 2)) / jnp.maximum(
+        jnp.square(base.flat).sum((0, 2)), 1e-30), 0.0)
     refused, counted = _gate(pool, base, by, error, options)
+    refused |= rule == Estimated.NOTHING
     heads = base.k.shape[-2]
     behind = jnp.int32(following.shape[1])
     return (Offsets(Segment.of_flat(text, base.length, heads),
                     Segment.of_flat(following, behind, heads)),
-            Estimated(rule=rule.astype(jnp.int32), weights=by.anchor, counted=counted,
+            Estimated(rule=rule.astype(jnp.int32), weights=by.anchor, counted=counted & ~refused,
                       distance=by.distance.min(initial=jnp.inf), error=error,
                       unreliable=unreliable, moved=moved,
-                      recompute=_recompute(base, moved, options),
-                      refused=refused | (rule == Estimated.NOTHING)))
+                      recompute=_recompute(base, moved, options), refused=refused))
 
 
 def correct(kv: KV, weights: ridge.Weights, sources: Int[Array, " tokens"],
-            targets: Int[Array, " tokens"], births: Int[Array, 2], first: Scalar,
+            targets: Int[Array, " tokens"], births: Int[Array, " 2"], first: Scalar,
             rope: Rope) -> tuple[KV, Float[Array, " tokens"]]:
     """`read`, the ridge's `estimate`, `apply` and `place` in one, a layer at a time.
 
@@ -528,7 +559,8 @@ class _Weights(NamedTuple):
     covers: Bool[Array, "A tokens"]  # which may speak for a token
     token: Float[Array, "A 2 tokens"]  # weights for the text, of K and of V
     channel: Float[Array, "A layers channels"]  # weights for what follows
-    anchor: Float[Array, " A"]  # in sum
+    anchor: Float[Array, " A"]  # for the text, in sum
+    is_own: Bool[Array, ""]  # whether the text itself is an anchor
 
 
 def _weigh(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options) -> _Weights:
@@ -538,40 +570,43 @@ def _weigh(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options) 
     if tau is None:
         tau = matching.temperature(pool.sketch, pool.length)
     weigh = functools.partial(matching.weights, distance, tau=tau, weighting=options.weighting)
-    if options.estimator != "paper":
-        same = distance < SAME
-        known = jnp.where(same.any(), same, known)  # a text's own offset speaks alone
-    covers = (jnp.arange(base.size)[None] < pool.length[:, None]) & known[:, None]
+    follows = pool.following_length[:, consumer] > 0
+    same = distance < SAME  # also a longer text that begins with this one
+    own = same & (pool.length == jnp.minimum(base.length, pool.sketch.shape[1]))
     if options.estimator == "paper":
         whole = known & (pool.length >= base.length)
-        token, channel = matching.paper_weights(base.flat, base.length, pool.base, pool.length,
-                                                whole)
-        covers = jnp.broadcast_to(whole[:, None], covers.shape)
-        return _Weights(distance, covers, token, channel, weigh(allowed=whole))
-    if options.estimator == "ridge":
-        covers &= distance[:, None] < options.near
-    anchor, token = weigh(allowed=known), weigh(allowed=covers)
+        token, channel = (matching.paper_weights(
+            base.flat, base.length, pool.base, pool.length, allowed)[kind]
+            for kind, allowed in enumerate((whole, whole & follows)))
+        covers = jnp.broadcast_to(whole[:, None], (len(whole), base.size))
+        return _Weights(distance, covers, token, channel, weigh(allowed=whole), own.any())
+    # A text's own offset speaks alone.
+    known = jnp.where(own.any(), own, jnp.where(same.any(), same, known))
+    speaks = known & (distance < options.near) if options.estimator == "ridge" else known
+    covers = (jnp.arange(base.size)[None] < pool.length[:, None]) & speaks[:, None]
+    token, channel = weigh(allowed=covers), weigh(allowed=known & follows)
     layers, _, channels = base.flat.shape
     return _Weights(distance, covers,
                     jnp.broadcast_to(token[:, None], (len(token), 2, base.size)),
-                    jnp.broadcast_to(anchor[:, None, None], (len(anchor), layers, channels)),
-                    anchor)
+                    jnp.broadcast_to(channel[:, None, None], (len(channel), layers, channels)),
+                    weigh(allowed=speaks), own.any())
 
 
 def _gate(pool: AnchorPool, base: Segment, by: _Weights, error: Array,
           options: Options) -> tuple[Bool[Array, ""], Bool[Array, " A"]]:
     """Whether an exact prefill is wanted, and which anchors count as used."""
-    whole = pool.is_there & (pool.length >= base.length)
-    candidates = whole.sum()
-    uniform = jnp.log2(jnp.maximum(candidates, 1).astype(jnp.float32))
-    counted = by.anchor * jnp.isfinite(by.distance).sum().astype(jnp.float32) >= 1
+    candidates, weights = jnp.isfinite(by.distance), by.anchor
+    counted = (weights > 0) & (weights * (weights > 0).sum().astype(jnp.float32) >= 1)
     if options.gate == "bound":
         return error > options.bound, counted
-    weights = by.anchor
     if options.gate == "entropy_paper":
-        weights = matching.paper_gate(base.flat, pool.base, whole)
-        counted = matching.paper_counts(weights, whole)
-    return (candidates < 2) | (matching.entropy(weights) > options.gamma * uniform), counted
+        candidates = pool.is_there & (pool.length >= base.length)
+        weights = matching.paper_gate(base.flat, pool.base, candidates)
+        counted = matching.paper_counts(weights, candidates)
+    count = candidates.sum()
+    most = options.gamma * jnp.log2(jnp.maximum(count, 1).astype(jnp.float32))
+    refused = (count < 2) | (matching.entropy(weights) > most)
+    return refused & ~(by.is_own & (options.gate == "entropy")), counted
 
 
 def use(pool: AnchorPool, info: Estimated) -> AnchorPool:

@@ -49,7 +49,8 @@ class Settings:
       automatic: whether whole messages are shared that no part names.
       texts: how many texts teach a reader before its next ones are estimated.
       recompute: share of a text that is computed, its first tokens included.
-      bound: predicted error above which a text is computed after all.
+      bound: error of a reader's estimates, relative to the offsets, above which its texts are
+        computed after all.
       readers: how many are remembered, the latest used kept longest.
       projection: of the KV, for the ridge; None is all of it (`anchors.init`).
     """
@@ -70,6 +71,7 @@ class Reader:
     texts: int = 0  # that taught it
     weights: ridge.Weights | None = None
     fitted: float = 0.0  # tokens that it had seen when they were made
+    error: float = 0.0  # what they left of the offsets that taught them, relative
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,6 +177,8 @@ class Sharing:
             reader = self._reader(key)
             if reader.texts < self.settings.texts:
                 return None
+            if reader.error > self.settings.bound:
+                continue
             first = max(self.options.recompute_first, found.start,
                         int(lacking[0]) - share.start)
             # The last token of a prompt is computed always: its logits are wanted.
@@ -328,6 +332,7 @@ class Sharing:
         seen = float(reader.pool.sums.count[FIRST, 0])
         if reader.texts >= self.settings.texts and seen >= GROWTH * reader.fitted:
             reader.weights, reader.fitted = self._fit(reader.pool), seen
+            reader.error = float(np.sqrt(np.asarray(reader.weights.noise).mean()))
 
     def _zeros(self) -> AnchorPool:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._empty)
