@@ -251,7 +251,7 @@ class Sharing:
         return float(np.exp(scale) * worst**of_deviation * (best - second + 0.1)**of_gap)
 
     def lessons(self, sequence: Sequence, bases: Bases) -> list[Lesson]:
-        """What a request can teach: its shared texts of which all KV is exact and newly computed.
+        """What a request can teach: its shared texts whose KV is exact, and most of it new.
 
         Its texts, and its answer, are known as bases from now on.
         """
@@ -267,7 +267,8 @@ class Sharing:
                 continue
             slots = sequence.slots[inside][found.start:found.stop]
             new = np.isin(np.arange(share.start, share.stop), sequence.asked)
-            if (new.all() and not sequence.approximate[inside].any()
+            # Other texts may begin with the same tokens, which were found then.
+            if (new.mean() > 0.5 and not sequence.approximate[inside].any()
                     and not (slots == HOLE).any() and not np.isin(slots, found.slots).any()):
                 lessons.append(Lesson(self._reader(key), share, found, slots))
         if sequence.generated:
@@ -283,14 +284,17 @@ class Sharing:
           birth: position of the text's first token in the prompt.
         """
         reader = lesson.reader
+        reader.pool, reader.texts = self._taught(kv, lesson, birth), reader.texts + 1
+        self._refit(reader)
+        self.lessons_learned += 1
+
+    def _taught(self, kv: KV, lesson: Lesson, birth: int) -> AnchorPool:
         births = np.array([lesson.base.birth, birth], np.int32)
-        pool = jax.tree.map(jnp.copy, reader.pool)  # a checkpoint may be reading the old one
+        pool = jax.tree.map(jnp.copy, lesson.reader.pool)  # a checkpoint may be reading that one
         for first, sources, mine in _calls(lesson.base.start, kv.slots, lesson.base.slots,
                                            lesson.slots):
             pool = self._observe(kv, pool, sources, mine, births, first)
-        reader.pool, reader.texts = pool, reader.texts + 1
-        self._refit(reader)
-        self.lessons_learned += 1
+        return pool
 
     def __len__(self) -> int:
         """How many readers have learned something."""
@@ -323,7 +327,7 @@ class Sharing:
         share = Share("", 0, 1, (0, 1))
         nowhere = np.full(1, kv.slots, np.int32)
         reader.weights = self._fit(reader.pool)
-        self.learn(kv, Lesson(reader, share, base, nowhere), 0)
+        self._taught(kv, Lesson(reader, share, base, nowhere), 0)
         first, slots = next(_calls(0, kv.slots, nowhere, size=self.options.recompute_first))
         self._deviation(kv, reader.pool, reader.weights, slots, slots, np.zeros(2, np.int32), first)
         return self.run(kv, Estimate(share, reader, base, 0, 1), nowhere, 0)[0]

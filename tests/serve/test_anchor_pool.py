@@ -87,8 +87,8 @@ def test_a_document_is_estimated_behind_another_prompt_once_that_has_been_taught
     assert approximate(last) > 60 and last.cache["predicted_error"] > 0
     assert not any("cache" in chunk.model_extra for chunk in stream[:-1])
     assert approximate(exact) == 0 and "cache" not in exact.model_extra
-    assert metrics["kvfunc:approximate_tokens_total"] > 120
-    assert metrics["kvfunc:estimated_tokens_total"] > 120
+    assert metrics["kvfunc:approximate_tokens_total",] > 120
+    assert metrics["kvfunc:estimated_tokens_total",] > 120
 
 
 def test_after_kill_9_the_next_server_estimates_at_once(killed):
