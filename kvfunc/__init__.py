@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvfunc.anchors import AnchorPool as AnchorPool
     from kvfunc.attention import Partial as Partial
     from kvfunc.attention import segment_attention as segment_attention
     from kvfunc.cache import KVCache as KVCache
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvfunc.cache import reserve as reserve
     from kvfunc.cache import rows_for as rows_for
     from kvfunc.cache import write as write
+    from kvfunc.checkpoint import Checkpoints as Checkpoints
     from kvfunc.history import Drop as Drop
     from kvfunc.history import History as History
     from kvfunc.history import Repos as Repos
@@ -31,18 +33,23 @@ if TYPE_CHECKING:
     from kvfunc.rope import Rope as Rope
     from kvfunc.rope import Rotation as Rotation
     from kvfunc.rows import Rows as Rows
+    from kvfunc.segments import Segment as Segment
+    from kvfunc.segments import splice as splice
     from kvfunc.storage import KV as KV
     from kvfunc.storage import fastest_dtype as fastest_dtype
 
 _HOMES = {
+    "anchors": ("AnchorPool",),
     "attention": ("Partial", "segment_attention"),
     "cache": ("KVCache", "append", "compact", "drop", "init", "keep", "repos", "reserve",
               "rows_for", "write"),
+    "checkpoint": ("Checkpoints",),
     "history": ("Drop", "History", "Repos"),
     "policies": ("rolling_tool_outputs",),
     "quantize": ("Quantized",),
     "rope": ("Rope", "Rotation"),
     "rows": ("Rows",),
+    "segments": ("Segment", "splice"),
     "storage": ("KV", "fastest_dtype"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

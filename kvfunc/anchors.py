@@ -330,7 +330,7 @@ def observe(pool: AnchorPool, base: Segment, exact: Segment, consumer: Scalar,
     """
     _check(pool, consumer)
     consumers = pool.sums.gram.shape[0]
-    is_known = jnp.asarray((0 <= consumer) & (consumer < consumers))
+    is_known = jnp.asarray((consumer >= 0) & (consumer < consumers))
     consumer = jnp.where(is_known, consumer, consumers)  # what is written there is dropped
     both = base.valid & exact.valid
     offset = jnp.where(both[None, :, None], exact.flat - base.flat, 0.0)

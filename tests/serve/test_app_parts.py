@@ -5,6 +5,7 @@ import pytest
 from kvfunc.history import Drop, Repos
 from kvfunc.models.chat import ChatTemplate
 from kvfunc.serve.events import broken_calls
+from kvfunc.serve.prepare import NOT_SHARED
 from kvfunc.serve.protocol import ChatRequest
 
 from .fake import byte_tokenizer
@@ -263,3 +264,46 @@ def test_calls_and_results_without_ids(calls, result, told):
     """A result of a call that nobody made belongs to none."""
     messages = [{**ASKING, "tool_calls": calls}, {**RESULT, **result}]
     assert len(warned(messages, cache={"drop": {"1": [1]}})) == (told is not None)
+
+
+# Shared texts
+
+SHARED = [{"role": "user", "content": [
+    {"type": "text", "text": "see "},
+    {"type": "text", "text": "the document", "cache": {"share": "document"}},
+    {"type": "text", "text": "!"}]}, {"role": "assistant", "content": "yes"}]
+
+
+def shares(served, **fields):
+    response = served.ask(**{"messages": SHARED, **fields})
+    assert response.status_code == 200, response.text
+    return served.engine.submitted[-1].shares, response.json()
+
+
+def test_a_named_part_is_shared(served):
+    found, answer = shares(served)
+    text = "PRE\n[user]see the document!"
+    start = text.index("the document")
+    assert [(s.name, s.start, s.stop, s.outer) for s in found] == [
+        ("document", start, start + 12, (start, start + 12))]
+    assert "warnings" not in answer and "cache" not in answer
+
+
+def test_nothing_is_shared_in_an_exact_request(served):
+    assert shares(served, cache={"exact": True})[0] == ()
+
+
+@pytest.mark.parametrize("cache", [
+    {"drop": {"1": [0]}}, {"reposition": [0], "drop": {"0": [0]}}, {"drop_thinking": True}])
+def test_nothing_is_shared_in_a_request_with_events_and_it_says_so(served, cache):
+    found, answer = shares(served, cache=cache)
+    assert found == () and answer["warnings"] == [NOT_SHARED]
+
+
+def test_whole_messages_are_shared_where_that_is_on(served, monkeypatch):
+    monkeypatch.setattr(type(served.engine), "shares_messages", True)
+    messages = [{"role": "system", "content": "be kind"}, *SHARED,
+                {"role": "user", "content": "and this"}]
+    found, _ = shares(served, messages=messages)
+    assert [s.name for s in found] == ["document", "assistant message", "user message"]
+    assert [s.stop - s.start for s in found] == [12, 3, 8]

@@ -157,3 +157,32 @@ def test_the_tokens_of_a_part_are_found_in_a_real_vocabulary(smollm):
     inside = b"".join(map(smollm.tokenizer.piece, rendered.tokens[slice(*tokens)].tolist()))
     assert inside.decode() == " 😀"
     assert tokens[0] > np.flatnonzero(rendered.owner == 0)[5]
+
+
+@pytest.mark.parametrize("size, tokens, outer", [
+    (1, (10, 14), (10, 14)),
+    (3, (4, 4), (3, 5)),  # "see |abcd|!" cut as "[us" "er]" "see" " ab" "cd!" has none inside
+    (4, (3, 3), (2, 4)),
+])
+def test_a_shared_part_is_the_tokens_inside_and_those_over_its_borders(size, tokens, outer):
+    messages = [{"role": "user", "content": "see abcd!"}]
+    layout = layout_of(PLAIN, messages, Coarse(size))
+    share = layout.share("document", chars(messages, 0, "abcd"))
+    if tokens[0] == tokens[1]:
+        assert share is None
+    else:
+        assert (share.name, share.start, share.stop, share.outer) == ("document", *tokens, outer)
+
+
+def test_borders_of_a_shared_part_reach_to_the_next_tokens():
+    messages = [{"role": "user", "content": "see abcdefgh!"}]
+    layout = layout_of(PLAIN, messages, Coarse(3))  # "[us" "er]" "see" " ab" "cde" "fgh" "!|"
+    share = layout.share("document", chars(messages, 0, "abcdefgh"))
+    assert (share.start, share.stop, share.outer) == (4, 6, (3, 6))
+
+
+def test_a_part_that_is_not_printed_is_not_shared():
+    messages = [{"role": "user", "content": "see abcd   "}]
+    layout = layout_of(PLAIN, messages)
+    assert layout.share("document", Part(0, (9, 11))) is None
+    assert layout.share("document", Part(3, (0, 2))) is None
