@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from . import topologies
+from .agents_command import agents
+from .commandline import ClientKey, Model, Url, check_model, client_key, fail, read_keys, server
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -38,10 +39,6 @@ app = typer.Typer(
     "Start with `kvfunc chat`: it needs no model file and no network.",
 )
 
-MODEL_HELP = (
-    "A GGUF file, or a folder with Hugging Face's config.json and *.safetensors. "
-    "Left out: SmolLM2-135M-Instruct, which comes with kvfunc."
-)
 LAST_WORDS_SECONDS = 5  # for sending what is left when the server ends
 
 
@@ -98,31 +95,11 @@ class EvictionPolicy(StrEnum):
     dropped_first = "dropped_first"
 
 
-TopologyName = StrEnum("TopologyName", topologies.NAMES)
-
-
 class PolicyName(StrEnum):
     """Ways to keep a growing history short."""
 
     none = "none"
     rolling_tool_outputs = "rolling_tool_outputs"
-
-
-Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
-Url = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="A running server, such as http://127.0.0.1:8000. Left out: one is started for "
-        "MODEL on a free port, and ended with this command.",
-    ),
-]
-ClientKey = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY", envvar="KVFUNC_API_KEY", help="The server's key; of several, the first."
-    ),
-]
 
 
 @app.command()
@@ -273,10 +250,10 @@ def serve(
 
     `/v1/chat/completions` takes one more field, `cache`, which drops messages and closes gaps.
     """
-    _check_model(model)
+    check_model(model)
     if request_timeout is not None and not 0 < request_timeout < float("inf"):
-        _fail(f"--request-timeout {request_timeout:g}: give seconds above 0, or leave it out")
-    keys = _keys(api_key or [])
+        fail(f"--request-timeout {request_timeout:g}: give seconds above 0, or leave it out")
+    keys = read_keys(api_key or [])
     listener = _bind(host, port)
     console = Console(highlight=False, markup=False, soft_wrap=True)
 
@@ -294,14 +271,14 @@ def serve(
             requestlog.open_log(request_log)
         except OSError as error:
             listener.close()
-            _fail(f"--request-log {request_log!r}: {error.strerror}. Give a file to write to, or -")
+            fail(f"--request-log {request_log!r}: {error.strerror}. Give a file to write to, or -")
     _keep_compilations(jax)
     try:
         as_what = dtype if quantization is None else quantization
         with _step(console, f"loading {model or 'the embedded model'} as {as_what}") as progress:
             loaded = models.load(model, dtype.value, progress, quantization)
     except (ValueError, OSError) as error:
-        _fail(f"MODEL {model or 'embedded'!r} cannot be served: {error}")
+        fail(f"MODEL {model or 'embedded'!r} cannot be served: {error}")
     if served_model_name is not None:
         loaded = dataclasses.replace(loaded, name=served_model_name)
     try:
@@ -322,9 +299,9 @@ def serve(
             attention=attention.value,
         )
     except ValueError as error:
-        _fail(str(error))
+        fail(str(error))
     except NotImplementedError as error:
-        _fail(f"--attention {attention}: {error}")
+        fail(f"--attention {attention}: {error}")
     keeper = None
     if sharing is not None and anchor_pool is not None:
         keeper = _restored(sharing, anchor_pool, anchor_pool_interval, loaded, console)
@@ -370,7 +347,7 @@ def chat(
     from .terminal import Conversation, converse
 
     console = Console(highlight=False, markup=False)
-    with _server(console, model, url) as at, Client(at, api_key=_client_key(api_key)) as client:
+    with server(console, model, url) as at, Client(at, api_key=client_key(api_key)) as client:
         conversation = Conversation(client, system, max_tokens, temperature)
         converse(conversation, client.card(), console)
 
@@ -445,9 +422,9 @@ def replay(
     try:
         runs = replaying.select_runs(replaying.read_runs(file), run_id or [])
     except ValueError as error:
-        _fail(str(error))
+        fail(str(error))
     console = Console(highlight=False, markup=False)
-    with _server(console, model, url) as at, Client(at, api_key=_client_key(api_key)) as client:
+    with server(console, model, url) as at, Client(at, api_key=client_key(api_key)) as client:
         card = client.card()
         for run in runs:
             replayed = replaying.replay(
@@ -463,121 +440,7 @@ def replay(
             report.save(run, card, replayed, max_tokens, out, console)
 
 
-@app.command()
-def agents(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            exists=True,
-            dir_okay=False,
-            metavar="TASKS.jsonl",
-            help="Tasks, one JSON object a line, as GSM8K (question, answer) or HumanEval "
-            "(prompt, entry_point) has them.",
-        ),
-    ],
-    roles: Annotated[
-        Path,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            metavar="FILE.yaml",
-            help="Who the agents are: a list of name, prompt and, if wanted, reads, the sentence "
-            "before the answers of others; or such a list for each of gsm8k and humaneval.",
-        ),
-    ],
-    model: Model = None,
-    url: Url = None,
-    api_key: ClientKey = None,
-    topology: Annotated[
-        TopologyName,
-        typer.Option(
-            help="Who reads whom. full: all before; chain: the one before; star: the last reads "
-            "all others; debate: everyone reads the round before; layered: the layer before; "
-            "mesh: neighbours on a grid; random: by --seed.",
-        ),
-    ] = TopologyName.full,
-    count: Annotated[int, typer.Option("--agents", min=2, max=16, help="How many agents.")] = 4,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds of a debate.")] = 2,
-    width: Annotated[int, typer.Option(min=1, help="Agents in a layer of layered.")] = 2,
-    tasks: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many.", show_default="all")
-    ] = None,
-    plain: Annotated[
-        bool,
-        typer.Option(
-            "--plain", help="Send strings and no `cache` field: for servers that know none."
-        ),
-    ] = False,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Ask that no KV is estimated, to compare with.")
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Make every answer that long.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of the requests, and of topology random.")] = 0,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Requests at once, where none needs another's answer.")
-    ] = 1,
-    salt: Annotated[
-        str | None,
-        typer.Option(
-            help="A namespace of the server's cache: a new one begins with nothing cached.",
-            show_default="the common one",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="The model to ask for.", show_default="the first"),
-    ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(
-            file_okay=False,
-            help="Folder for agents.jsonl (the log, which a later run goes on from), agents.json "
-            "and agents.png.",
-        ),
-    ] = Path("out"),
-) -> None:
-    """Let agents solve tasks together, and measure how much KV is reused between them.
-
-    Any server with OpenAI's API can be asked. Prompts consist of static text and shared contents:
-    the task, and answers of other agents. Answers to GSM8K are judged by their number; code is
-    only parsed, never run.
-    """
-    from . import agents as running
-    from . import agents_report
-
-    if plain and exact:
-        _fail("--plain and --exact: a plain request has no field for exact; give one of them.")
-    mode = running.Mode.plain if plain else running.Mode.exact if exact else running.Mode.share
-    console = Console(highlight=False, markup=False)
-    try:
-        shape = topologies.build(topology.value, count, rounds=rounds, width=width, seed=seed)
-        wanted = running.read_tasks(file, tasks)
-        who = running.read_roles(roles, wanted[0].kind)
-        with (
-            _server(console, model, url) as at,
-            running.AgentClient(at, api_key=_client_key(api_key)) as client,
-            agents_report.progress(console, shape, len(wanted)) as tick,
-        ):
-            settings = running.Settings(
-                name or client.first_model(),
-                mode,
-                max_tokens=max_tokens,
-                ignore_eos=ignore_eos,
-                seed=seed,
-                salt=salt,
-                concurrency=concurrency,
-            )
-            records = running.run(
-                client, shape, who, wanted, settings, log=out / "agents.jsonl", tick=tick
-            )
-    except ValueError as error:  # not the server's refusals: _server ends with those
-        _fail(str(error))
-    figures = agents_report.summary(shape, settings, records)
-    agents_report.show(shape, figures, console)
-    agents_report.save(shape, figures, records, out, console)
+app.command()(agents)
 
 
 def main() -> None:
@@ -650,27 +513,6 @@ def _requests(count: int) -> str:
     return "1 request" if count == 1 else f"{count} requests"
 
 
-def _keys(given: list[str]) -> list[str]:
-    """The keys of all options, each of which may have several with commas between."""
-    keys = [key.strip() for value in given for key in value.split(",")]
-    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
-        _fail("--api-key (or KVFUNC_API_KEY): a key is empty or has characters that no header "
-              "takes. Give printable ASCII without spaces and commas.")
-    return keys
-
-
-def _client_key(given: str | None) -> str | None:
-    return _keys([given])[0] if given else None
-
-
-def _check_model(model: str | None) -> None:
-    if model is not None and not Path(model).exists():
-        _fail(
-            f"MODEL {model!r}: there is no such file or folder. Give a GGUF file or a folder with "
-            "config.json and *.safetensors, or leave MODEL out for the embedded model."
-        )
-
-
 def _bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet: clients are told so until the model is ready."""
     try:
@@ -679,37 +521,17 @@ def _bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        _fail(f"--host {host!r}: {error.strerror}. Give an address of this machine.")
+        fail(f"--host {host!r}: {error.strerror}. Give an address of this machine.")
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()
-        _fail(
+        fail(
             f"--host {host} --port {port}: {error.strerror}. "
             "Give an address of this machine and a free port (0 takes one)."
         )
     return listener
-
-
-@contextlib.contextmanager
-def _server(console: Console, model: str | None, url: str | None) -> Iterator[str]:
-    """The URL of the server to talk to, started here if none is given; its faults end all."""
-    from .client import Refused, ServerBroke, serve_command, started_server
-
-    if model is not None and url is not None:
-        _fail(f"MODEL {model!r} and --url {url!r}: the server has its model; give one of them.")
-    _check_model(model)
-    try:
-        if url is not None:
-            yield url
-            return
-        with contextlib.ExitStack() as stack:
-            with console.status(f"Starting a server with {model or 'the embedded model'} …"):
-                at = stack.enter_context(started_server(serve_command(model)))
-            yield at
-    except (ServerBroke, Refused) as error:
-        _fail(str(error), code=1)
 
 
 @contextlib.contextmanager
@@ -746,7 +568,7 @@ def _restored(
         keeper = PoolKeeper(sharing, checkpoints, interval)
         readers = keeper.restore()
     except (ValueError, OSError, ImportError) as error:
-        _fail(f"--anchor-pool {directory!r}: {error}")
+        fail(f"--anchor-pool {directory!r}: {error}")
     console.print(f"Anchor Pool in {keeper.where}: {readers} readers known")
     return keeper
 
@@ -756,10 +578,6 @@ def _keep_compilations(jax: ModuleType) -> None:
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kvfunc"))
 
-
-def _fail(message: str, code: int = 2) -> NoReturn:
-    typer.echo(f"kvfunc: {message}", err=True)
-    raise typer.Exit(code)
 
 
 if __name__ == "__main__":
