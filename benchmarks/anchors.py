@@ -32,7 +32,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import report, seconds
+from common import RESULTS, report, seconds
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from kvfunc import anchors
@@ -47,6 +48,8 @@ LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64  # of SmolLM2-135M-Instruct
 ANCHORS = 20  # KVCOMM's default
 WARM = 0.7  # reuse that makes a pool warm
 WINDOW = 4  # requests over which it is told
+# Of Okabe and Ito's, which colour-blind eyes tell apart.
+COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
 
 Json = dict[str, Any]
 
@@ -266,9 +269,36 @@ def reused(args: argparse.Namespace, console: Console) -> None:
         "calls reused", "requests until 70 %"), rows, generated=args.generated)
 
 
+def picture(path: pathlib.Path) -> None:
+    """TTFT of five agents, and of the last of more and more agents, with reuse and memory."""
+    by_agent, by_count = (json.loads((RESULTS / f"anchors_{name}.json").read_text())["rows"]
+                          for name in ("ttft", "scaling"))
+    figure = Figure(figsize=(11, 3.6), dpi=120, layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for place, row in enumerate(by_agent):
+        left.plot(range(1, 6), [row[f"agent {agent}"] for agent in range(1, 6)],
+                  marker="osD^"[place], color=COLOURS[place], label=row["system"])
+    left.set(title="TTFT of each agent", xlabel="agent", ylabel="ms", yscale="log",
+             xticks=range(1, 6))
+    counts = [row["agents"] for row in by_count]
+    for name, colour, column in (("naive", COLOURS[0], "naive TTFT ms"),
+                                 ("ours", COLOURS[3], "TTFT ms")):
+        middle.plot(counts, [row[column] for row in by_count], marker="o", color=colour, label=name)
+    middle.set(title="TTFT of the last agent", xlabel="agents", ylabel="ms", yscale="log")
+    right.plot(counts, [100 * row["reuse of all"] for row in by_count], marker="o",
+               color=COLOURS[3], label="tokens reused, %")
+    right.plot(counts, [row["sums MB"] / 10 for row in by_count], marker="s", color=COLOURS[2],
+               label="sums, 10 MB")
+    right.set(title="Reuse and memory", xlabel="agents", ylim=(0, None))
+    for axes in (left, middle, right):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", nargs="+", choices=("ttft", "scaling", "reuse"))
+    parser.add_argument("work", nargs="*", choices=("ttft", "scaling", "reuse"))
     parser.add_argument("--questions", type=pathlib.Path, required=True, help="GSM8K, JSON lines")
     parser.add_argument("--roles", type=pathlib.Path, default=pathlib.Path("examples/roles.yaml"))
     parser.add_argument("--prefix", type=int, default=512)
@@ -277,15 +307,18 @@ def main() -> None:
     parser.add_argument("--teach", type=int, default=8, help="tasks that come before")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--counts", type=int, nargs="+", default=(2, 4, 8, 13))
-    parser.add_argument("--tasks", type=int, default=100, help="of GSM8K")
+    parser.add_argument("--tasks", type=int, default=25, help="of GSM8K, four requests each")
     parser.add_argument("--generated", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--quick", action="store_true", help="few of everything")
+    parser.add_argument("--picture", type=pathlib.Path, help="draw what was measured so far there")
     args = parser.parse_args()
     if args.quick:
         args.teach, args.repeats, args.counts, args.tasks = 2, 2, (2, 4), 10
     console = Console()
     for name in args.work:
         {"ttft": ttft, "scaling": scaling, "reuse": reused}[name](args, console)
+    if args.picture is not None:
+        picture(args.picture)
 
 
 if __name__ == "__main__":
