@@ -24,11 +24,10 @@ LENGTH = 256  # tokens of a content
 PROMPTS = {"tutor": 55, "analyst": 120, "programmer": 260, "airline agent": 512}
 LONG = 320  # tokens of the prompt that the long base stands behind
 ASK = "\n\nNow continue with your task: what are the most important facts above?"
-AFTER = "The most important facts are these. The text above gives several names and numbers, and it"
-QUOTE = "\n\nWrite the middle of the text above down again, word for word."
+QUOTE = "\n\nList the numbers of the text above, each with the words before it."
 CHANGED = 8  # tokens that a near copy has otherwise
 SLOTS, ROWS = 2048, 32  # of the pool and of the table: a prompt and what is computed of it
-SIZES = (64, 128, 384, 640, 1024)  # numbers of queries that are compiled
+SIZES = (8, 64, 128, 384, 640, 1024)  # numbers of queries that are compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +92,15 @@ class Lab:
         logits = self.given(case, None, range(len(case.content)))
         return Exact(self._segment(case.start, case.stop), self._segment(case.stop, case.end),
                      logits)
+
+    def going_on(self, case: Case, count: int) -> Case:
+        """The case with what greedy decoding says after its prompt."""
+        case = dataclasses.replace(case, after=())
+        logits = self.given(case, None, range(len(case.content)))
+        for _ in range(count):
+            case = dataclasses.replace(case, after=(*case.after, int(logits[-1].argmax())))
+            logits = self._run(case.stream, np.array([len(case.stream) - 1]), np.zeros(1, int))
+        return case
 
     def given(self, case: Case, content: Segment | None, recompute: Sequence[int] = (),
               behind: Segment | None = None) -> np.ndarray:
@@ -188,8 +196,8 @@ class World:
     bases: dict[str, tuple[int, ...]]
     contents: list[tuple[int, ...]]
     ask: tuple[int, ...]
-    after: tuple[int, ...]
     quote: tuple[int, ...]
+    dash: tuple[int, ...]  # begins a line of the answer to that
     is_digit: np.ndarray  # by token
     is_word: np.ndarray
 
@@ -249,7 +257,7 @@ def world(model, questions: pathlib.Path, runs: pathlib.Path, count: int) -> Wor
         {name: prompt(roles[name], length) for name, length in PROMPTS.items()},
         {"neutral": tuple(encode("<|im_start|>user\n")), "long": prompt(critic, LONG)},
         [content for pair in contents for content in pair if content is not None],
-        behind(ASK), tuple(encode(AFTER)[:16]), behind(QUOTE),
+        behind(ASK), behind(QUOTE), tuple(encode("\n-")),
         np.array([text.strip().isdigit() for text in strings]),
         np.array([text[:1] == " " and text[1:].isalpha() and text.islower() and len(text) > 4
                   for text in strings]))
