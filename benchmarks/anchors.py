@@ -12,8 +12,9 @@ task and the answers of the agents before it. Work:
     last token; its agent 1 computes the task, as ours does.
   scaling: the same for more agents, ours only: TTFT, reuse, and memory of what was learned.
   reuse: `kvfunc agents` over GSM8K questions with generated answers: tokens and calls reused.
-  warm: the same again, cold and begun with the other's checkpoint: requests until 70 % of the
+    then again, with what the first run wrote to its `--anchor-pool`: requests until 70 % of the
     tokens of four requests in a row were reused.
+  given: reuse over 100 requests with longer answers, which are given as in ttft.
 All overheads are inside TTFT: looking up, estimating, splicing, and the response's first byte.
 """
 
@@ -234,6 +235,28 @@ def scaling(args: argparse.Namespace, console: Console) -> None:
         taught_by=args.teach)
 
 
+def given(args: argparse.Namespace, console: Console) -> None:
+    """Reuse over 100 requests of four agents, cold and warm, with longer answers, given."""
+    rows = []
+    for output in (256, 512):
+        sizes = argparse.Namespace(**{**vars(args), "prefix": 128, "input": 128, "output": output})
+        everything = rounds(Material(args.questions), args.tasks + args.tasks // 5, 4, sizes)
+        with tempfile.TemporaryDirectory() as pool:
+            for name, some in (("cold", everything[:args.tasks]),
+                               ("warm", everything[args.tasks:])):
+                with console.status(f"{name}, {output}"), server("--anchor-pool", pool) as client:
+                    answers = [answer for one in some for answer in through(client, one)]
+                reading = [answer for place, answer in enumerate(answers) if place % 4]
+                rows.append([output, name, len(answers), reuse(answers), reuse(reading),
+                             float(np.mean([answer.usage.approximate_tokens > 0
+                                            for answer in reading])),
+                             requests_until_warm(answers)])
+                console.print(rows[-1])
+    report("anchors_given", "Four agents, fully connected, answers given", (
+        "output", "start", "requests", "tokens reused", "by those who read answers",
+        "of these, with estimates", "requests until 70 %"), rows)
+
+
 def solved(client: agents.AgentClient, args: argparse.Namespace, tasks: int,
            start: int = 0) -> list[agents.Record]:
     """Tasks of GSM8K through four agents, answers generated."""
@@ -243,10 +266,10 @@ def solved(client: agents.AgentClient, args: argparse.Namespace, tasks: int,
     return agents.run(client, topology, agents.read_roles(args.roles, "gsm8k"), wanted, settings)
 
 
-def requests_until_warm(records: Sequence[agents.Record]) -> int | None:
+def requests_until_warm(answers: Sequence[agents.Answer]) -> int | None:
     """Requests until WINDOW in a row reused enough; None if none ever did."""
-    for place in range(WINDOW, len(records) + 1):
-        if reuse([record.answer for record in records[place - WINDOW:place]]) >= WARM:
+    for place in range(WINDOW, len(answers) + 1):
+        if reuse(answers[place - WINDOW:place]) >= WARM:
             return place
     return None
 
@@ -262,7 +285,7 @@ def reused(args: argparse.Namespace, console: Console) -> None:
             by_agent = [reuse(answers[agent::4]) for agent in range(4)]
             rows.append([name, tasks, len(records), reuse(answers), *by_agent,
                          float(np.mean([record.reused for record in records])),
-                         requests_until_warm(records)])
+                         requests_until_warm(answers)])
             console.print(rows[-1])
     report("anchors_reuse", "GSM8K through four agents, fully connected", (
         "start", "tasks", "requests", "tokens reused", *(f"agent {agent}" for agent in range(1, 5)),
@@ -296,9 +319,12 @@ def picture(path: pathlib.Path) -> None:
     figure.savefig(path)
 
 
+WORK = {"ttft": ttft, "scaling": scaling, "reuse": reused, "given": given}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", nargs="*", choices=("ttft", "scaling", "reuse"))
+    parser.add_argument("work", nargs="*", choices=WORK)
     parser.add_argument("--questions", type=pathlib.Path, required=True, help="GSM8K, JSON lines")
     parser.add_argument("--roles", type=pathlib.Path, default=pathlib.Path("examples/roles.yaml"))
     parser.add_argument("--prefix", type=int, default=512)
@@ -316,7 +342,7 @@ def main() -> None:
         args.teach, args.repeats, args.counts, args.tasks = 2, 2, (2, 4), 10
     console = Console()
     for name in args.work:
-        {"ttft": ttft, "scaling": scaling, "reuse": reused}[name](args, console)
+        WORK[name](args, console)
     if args.picture is not None:
         picture(args.picture)
 
