@@ -52,7 +52,7 @@ from .sharing import Estimate, Lesson, Sharing, estimated_by
 
 ROWS = 8192  # of a compiled step; a request that needs more runs alone, in a step of its own
 ROWS_OF_ONE = 1024  # of the smallest step, whose time goes with its rows too
-BETWEEN = (64, 128, 256)  # compiled numbers of queries between one for each request and a whole chunk
+BETWEEN = (64, 128, 256)  # compiled numbers of queries between one a request and a whole chunk
 SERVICE_WEIGHT = 0.1  # of the newest answer in the mean time that answers take
 
 _log = logging.getLogger(__name__)
