@@ -248,7 +248,7 @@ def given(args: argparse.Namespace, console: Console) -> None:
                     answers = [answer for one in some for answer in through(client, one)]
                 reading = [answer for place, answer in enumerate(answers) if place % 4]
                 rows.append([output, name, len(answers), reuse(answers), reuse(reading),
-                             float(np.mean([answer.usage.approximate_tokens > 0
+                             float(np.mean([answer.usage.approximate > 0
                                             for answer in reading])),
                              requests_until_warm(answers)])
                 console.print(rows[-1])

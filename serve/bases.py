@@ -53,7 +53,6 @@ class Found:
     stop: int
     slots: Int[np.ndarray, " tokens"]
     birth: int  # position at which token 0 of the text would have been born there
-    is_exact: bool
 
 
 class Bases:
@@ -118,7 +117,7 @@ class Bases:
         if (slots == HOLE).any():
             return None
         birth = int(base.history.births[base.start]) + at
-        return Found(first, last, slots, birth, base.namespace == base.salt)
+        return Found(first, last, slots, birth)
 
 
 def _find_tokens(wanted: bytes, text: bytes, size: int) -> int | None:

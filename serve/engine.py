@@ -417,8 +417,9 @@ class Engine:
         """Say of prompts with estimates that have just been computed how good those may be."""
         for place, sequence in enumerate(choosing):
             if sequence.generated == 1 and sequence.approximate[:sequence.prompt].any():
-                error = self.sharing.predicted_error(
-                    self._kv, sequence, self.scheduler.bases, np.asarray(logits)[place])
+                with self._lock:  # of the bases
+                    error = self.sharing.predicted_error(
+                        self._kv, sequence, self.scheduler.bases, np.asarray(logits)[place])
                 sequence.usage = dataclasses.replace(sequence.usage, predicted_error=error)
 
     def _call_step(self, work: list[Work], size: int, rows: int) -> jax.Array:

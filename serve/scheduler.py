@@ -191,7 +191,7 @@ class Scheduler:
         also = self.tree.find(approximate(sequence.job.salt), sequence.stream, sequence.history)
         rests = (resident == HOLE) & (also != HOLE)
         resident = np.where(rests, also, resident)
-        planned = [part for estimate in planned for part in estimate.without(rests)]
+        planned = [part for estimate in planned for part in estimate.without(resident != HOLE)]
         return resident, rests, planned
 
     def _is_coming(self, sequence: Sequence, found: int) -> bool:

@@ -51,6 +51,8 @@ class Settings:
       recompute: share of a text that is computed, its first tokens included.
       bound: error of a reader's estimates, relative to the offsets, above which its texts are
         computed after all.
+      base_bound: predicted error of a prompt above which its answer is no base for others: errors
+        would add up along a chain of answers.
       readers: how many are remembered, the latest used kept longest.
       projection: of the KV, for the ridge; None is all of it (`anchors.init`).
     """
@@ -59,6 +61,7 @@ class Settings:
     texts: int = 8
     recompute: float = 0.0
     bound: float = 1.0
+    base_bound: float = 0.5
     readers: int = 64
     projection: int | None = 128
 
@@ -174,9 +177,10 @@ class Sharing:
             found = bases.find(sequence.job.salt, sequence.tokens[share.start:share.stop])
             if not len(lacking) or found is None:
                 continue
-            reader = self._reader(key)
-            if reader.texts < self.settings.texts:
+            reader = self._readers.get(key)
+            if reader is None or reader.texts < self.settings.texts:
                 return None
+            self._reader(key)  # it is in use
             if reader.error > self.settings.bound:
                 continue
             first = max(self.options.recompute_first, found.start,
@@ -233,14 +237,14 @@ class Sharing:
         for share, key in self._shares(sequence):
             first = share.start + self.options.recompute_first
             found = bases.find(sequence.job.salt, sequence.tokens[share.start:share.stop])
-            if found is None or not sequence.approximate[first:share.stop].any():
+            reader, count = self._readers.get(key), self.options.recompute_first
+            if (found is None or reader is None or reader.weights is None
+                    or not sequence.approximate[first:share.stop].any()):
                 continue
-            reader, count = self._reader(key), self.options.recompute_first - found.start
             births = np.array([found.birth, sequence.history.births[share.start]], np.int32)
             at, sources, mine = next(_calls(
-                found.start, kv.slots, found.slots[:count],
-                sequence.slots[share.start + found.start:first],
-                size=self.options.recompute_first))
+                found.start, kv.slots, found.slots[:count - found.start],
+                sequence.slots[share.start + found.start:first], size=count))
             deviations.append(self._deviation(kv, reader.pool, reader.weights, sources, mine,
                                               births, at))
         if not deviations:
@@ -271,7 +275,8 @@ class Sharing:
             if (new.mean() > 0.5 and not sequence.approximate[inside].any()
                     and not (slots == HOLE).any() and not np.isin(slots, found.slots).any()):
                 lessons.append(Lesson(self._reader(key), share, found, slots))
-        if sequence.generated:
+        error = sequence.usage.predicted_error
+        if sequence.generated and (error is None or error <= self.settings.base_bound):
             bases.add(self._base(sequence, sequence.prompt, computed))
         return lessons
 
@@ -323,7 +328,7 @@ class Sharing:
     def warm_up(self, kv: KV) -> KV:
         """Compile all that runs later."""
         reader = Reader(self._zeros())
-        base = Found(0, 1, np.zeros(1, np.int32), 0, True)
+        base = Found(0, 1, np.zeros(1, np.int32), 0)
         share = Share("", 0, 1, (0, 1))
         nowhere = np.full(1, kv.slots, np.int32)
         reader.weights = self._fit(reader.pool)

@@ -230,6 +230,47 @@ def test_an_answer_is_a_base_for_those_who_read_it(engine):
     assert usage.approximate_tokens == 24 - FIRST - 1
 
 
+@pytest.mark.parametrize("bound, reused", [(np.inf, True), (0.0, False)])
+def test_an_answer_behind_poor_estimates_is_no_base(engine, monkeypatch, bound, reused):
+    monkeypatch.setattr(engine.sharing, "settings",
+                        dataclasses.replace(engine.sharing.settings, base_bound=bound))
+    teach(engine)
+    teach(engine, text(50, 60), name="answer")
+    document = (text(40, seed=50), "document")
+    ask(engine, prompt(ONE, document, TAIL))
+    usage, answer = ask(engine, prompt(OTHER, document, TAIL, new=24))
+    assert usage.approximate_tokens > 0
+    answer = tuple(token.id for token in answer)
+    usage, _ = ask(engine, prompt(text(50, 60), (answer, "answer"), TAIL))
+    assert (usage.approximate_tokens > 0) == reused
+
+
+def test_exact_kv_in_the_middle_of_a_text_is_not_estimated_again(engine):
+    teach(engine)
+    document = (text(90, seed=50), "document")
+    ask(engine, prompt(ONE, document, TAIL))
+    asked = prompt(OTHER, document, TAIL)
+    ask(engine, exactly(asked))
+    tree, pages = engine.scheduler.tree, engine.scheduler.pages
+    slots = tree.find("a", asked.tokens, asked.history)
+    gone = slots[[60, 110]] // pages.size  # with exact KV between
+    for node in tree._nodes():
+        lost = np.isin(node.slots // pages.size, gone) & np.isin(node.slots, slots)
+        pages.forget(node.slots[lost])
+        node.slots[lost] = -1
+    missing = int((tree.find("a", asked.tokens, asked.history) == -1).sum())
+    assert 16 < missing <= 32
+    usage, _ = ask(engine, asked)
+    assert usage.approximate_tokens == missing
+    assert usage.computed_tokens == 1
+
+
+def test_a_prompt_that_nobody_teaches_takes_no_readers_place(engine):
+    for seed in range(3):
+        ask(engine, prompt(text(20, 90 + seed), (text(40, seed=100 + seed), "document"), TAIL))
+    assert readers(engine) == []
+
+
 def test_more_tokens_are_computed_where_that_is_asked_for(model):  # noqa: F811
     engine = Engine(model, kv_tokens=1024, chunk=64, max_num_seqs=4,
                     sharing=Sharing(CONFIG, {}, Settings(texts=1, recompute=0.5, projection=None)))
@@ -406,7 +447,7 @@ def test_a_text_is_found_where_it_stands():
     world = World()
     slots = world.keep([*text(7, 6), *CONTENT], 7, 37)
     found = world.bases.find("a", np.array(CONTENT, np.int32))
-    assert (found.start, found.stop, found.birth, found.is_exact) == (0, 30, 7, True)
+    assert (found.start, found.stop, found.birth) == (0, 30, 7)
     assert found.slots.tolist() == slots[7:].tolist()
     assert world.bases.find("b", np.array(CONTENT, np.int32)) is None
 
