@@ -397,7 +397,8 @@ class Engine:
                 ended.append((sequence, end))
         for sequence, token in zip(choosing, chosen, strict=True):
             self._deliver(sequence, token)
-        self._predict_errors(choosing, logits)
+        if self.sharing is not None:
+            self._predict_errors(choosing, logits)
         for sequence, end in ended:
             self._deliver(sequence, end)
         # What is read here is resident still: only the next plan may evict it.
