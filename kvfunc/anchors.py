@@ -27,11 +27,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvfunc import matching, ridge
+from kvfunc.linear import product
 from kvfunc.matching import resized
 from kvfunc.packed import Packed
 from kvfunc.rope import Rope
 from kvfunc.segments import Segment, numbers, turn, turned
-from kvfunc.storage import KV, write_layer
+from kvfunc.storage import KV, number_dtype, write_layer
 
 FIRST = 16  # tokens whose index is a feature of its own: prompts move the first tokens most
 SAME = 1e-3  # a distance that two different texts do not come to
@@ -435,9 +436,9 @@ def fit(pool: AnchorPool, consumer: Scalar, options: Options = Options()) -> rid
     if directions == channels:
         return weights
     # Maps of the projected KV, made such that they take the KV itself.
-    of_kv, of_place = jnp.split(weights.left, [directions], axis=-2)
-    unprojected = jnp.einsum("cd,ldr->lcr", jnp.asarray(_projection(channels, directions)), of_kv)
-    return dataclasses.replace(weights, left=jnp.concatenate([unprojected, of_place], -2))
+    of_kv, of_place = jnp.split(weights.left, [directions], axis=-1)
+    unprojected = of_kv @ jnp.asarray(_projection(channels, directions)).T
+    return dataclasses.replace(weights, left=jnp.concatenate([unprojected, of_place], -1))
 
 
 def estimate(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options = Options(),
@@ -515,10 +516,14 @@ def correct(kv: KV, weights: ridge.Weights, sources: Int[Array, " tokens"],
       The storage, and of each token the mean square of what was added over that of the base.
     """
     heads, dim = kv.k[0].shape[-2:]
-    # Keys are turned once, from there to here; to the text's own frame go the weights instead.
-    back, there, across = (turn(rope, position, dim)
-                           for position in (-births[0], births[1], births[1] - births[0]))
     tokens, half = len(sources), heads * dim
+    there, here, across = (turn(rope, position, dim)
+                           for position in (births[0], births[1], births[1] - births[0]))
+    dtype = number_dtype(kv.k[0])  # what is added need not be more exact than what is stored
+
+    def times(x: Array, matrix: Array) -> Array:
+        return product(x.reshape(tokens, -1).astype(dtype), matrix.astype(dtype), jnp.float32)
+
     place = _place(tokens, first)
     added, size, layers = jnp.zeros(tokens), jnp.zeros(tokens), []
     for layer, stored in enumerate(zip(kv.k, kv.v, strict=True)):
@@ -526,17 +531,18 @@ def correct(kv: KV, weights: ridge.Weights, sources: Int[Array, " tokens"],
         new_k, new_v = turned(k, across), v
         size += jnp.square(k).sum((1, 2)) + jnp.square(v).sum((1, 2))
         if layer:
+            # Keys are turned once, from there to here; to the text's own frame go the weights.
             left, right, bias = (x[layer - 1] for x in (weights.left, weights.right, weights.bias))
-            of_k = jnp.einsum("de,her->hdr", back, left[:half].reshape(heads, dim, -1))
-            to_k, bias_k = (turned(x.reshape(-1, heads, dim), there).reshape(-1, half)
-                            for x in (right[:, :half], bias[:half]))
-            inner = (k.reshape(tokens, half) @ of_k.reshape(half, -1)
-                     + v.reshape(tokens, half) @ left[half:2 * half] + place @ left[2 * half:])
-            offset_k = inner @ to_k + bias_k
-            offset_v = inner @ right[:, half:] + bias[None, half:]
-            added += jnp.square(offset_k).sum(-1) + jnp.square(offset_v).sum(-1)
-            new_k += offset_k.reshape(k.shape)
-            new_v += offset_v.reshape(v.shape)
+            of_k, of_v, of_place = jnp.split(left, [half, 2 * half], axis=-1)
+            of_k = turned(of_k.reshape(-1, heads, dim), there).reshape(-1, half)
+            to_k = jnp.einsum("hdr,de->her", right[:half].reshape(heads, dim, -1), here)
+            bias_k = turned(bias[None, :half].reshape(1, heads, dim), here)
+            inner = times(k, of_k) + times(v, of_v) + place @ of_place.T
+            offset_k = times(inner, to_k.reshape(half, -1)).reshape(k.shape) + bias_k
+            offset_v = (times(inner, right[half:]) + bias[None, half:]).reshape(v.shape)
+            added += jnp.square(offset_k).sum((1, 2)) + jnp.square(offset_v).sum((1, 2))
+            new_k += offset_k
+            new_v += offset_v
         layers.append([write_layer(x, targets, new)
                        for x, new in zip(stored, (new_k, new_v), strict=True)])
     k, v = zip(*layers, strict=True)

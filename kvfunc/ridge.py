@@ -59,16 +59,16 @@ class Sums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Linear maps of rank `rank`: x -> x left right + bias."""
+    """Linear maps of rank `rank`: x -> x left^T right^T + bias, matrices as `linear.product`'s."""
 
-    left: Float[Array, "*batch features rank"]
-    right: Float[Array, "*batch rank outputs"]
+    left: Float[Array, "*batch rank features"]
+    right: Float[Array, "*batch outputs rank"]
     bias: Float[Array, "*batch outputs"]
     noise: Float[Array, "*batch"]  # mean square of what the maps leave, over mean square of Y
 
     def __call__(self, x: Float[Array, "*batch n features"]) -> Float[Array, "*batch n outputs"]:
         """What the features give."""
-        return (x @ self.left) @ self.right + self.bias[..., None, :]
+        return (x @ self.left.mT) @ self.right.mT + self.bias[..., None, :]
 
 
 def fit(sums: Sums, penalty: float, rank: int) -> Weights:
@@ -107,13 +107,13 @@ def _fit(sums: Sums, penalty: float, rank: int) -> Weights:
     penalised = correlation + penalty * jnp.eye(len(scale))
     solved = cho_solve((jnp.linalg.cholesky(penalised), True), cross)
     leading = _leading(solved.T @ correlation @ solved, rank)  # of the fitted values' covariance
-    left, right = (solved * scale[:, None]) @ leading, leading.T
-    fitted = left @ right
-    bias = y_mean - (x_mean @ left) @ right
+    left = (solved * scale[:, None]) @ leading
+    fitted = left @ leading.T
+    bias = y_mean - x_mean @ fitted
     explained = 2 * (sums.cross / count - x_mean[:, None] * y_mean[None]) - covariance @ fitted
     left_over = sums.energy / count - jnp.square(y_mean) - (fitted * explained).sum(0)
     noise = jnp.maximum(left_over.sum(), 0.0) / jnp.maximum(sums.energy.sum() / count, 1e-30)
-    return Weights(left, right, bias, noise)
+    return Weights(left.T, leading, bias, noise)
 
 
 def _leading(matrix: Float[Array, "n n"], rank: int) -> Float[Array, "n rank"]:

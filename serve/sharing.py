@@ -33,7 +33,7 @@ from .bases import Base, Bases, Found, approximate
 from .interface import Share
 from .sequence import Sequence
 
-CALL = 256  # tokens of a compiled call
+CALLS = (128, 256)  # tokens of a compiled call, increasing
 # log KL = KL[0] + KL[1] log(deviation of the first tokens) + KL[2] log(0.1 + gap between the two
 # largest logits): fitted to 40 prompts of SmolLM2 and their own continuations.
 KL = (-1.8, 1.7, -0.4)
@@ -244,7 +244,7 @@ class Sharing:
             births = np.array([found.birth, sequence.history.births[share.start]], np.int32)
             at, sources, mine = next(_calls(
                 found.start, kv.slots, found.slots[:count - found.start],
-                sequence.slots[share.start + found.start:first], size=count))
+                sequence.slots[share.start + found.start:first], sizes=(count,)))
             deviations.append(self._deviation(kv, reader.pool, reader.weights, sources, mine,
                                               births, at))
         if not deviations:
@@ -328,14 +328,16 @@ class Sharing:
     def warm_up(self, kv: KV) -> KV:
         """Compile all that runs later."""
         reader = Reader(self._zeros())
-        base = Found(0, 1, np.zeros(1, np.int32), 0)
-        share = Share("", 0, 1, (0, 1))
-        nowhere = np.full(1, kv.slots, np.int32)
         reader.weights = self._fit(reader.pool)
-        self._taught(kv, Lesson(reader, share, base, nowhere), 0)
-        first, slots = next(_calls(0, kv.slots, nowhere, size=self.options.recompute_first))
-        self._deviation(kv, reader.pool, reader.weights, slots, slots, np.zeros(2, np.int32), first)
-        return self.run(kv, Estimate(share, reader, base, 0, 1), nowhere, 0)[0]
+        for size in CALLS:
+            nowhere = np.full(size, kv.slots, np.int32)
+            share, base = Share("", 0, size, (0, size)), Found(0, size, nowhere, 0)
+            self._taught(kv, Lesson(reader, share, base, nowhere), 0)
+            kv = self.run(kv, Estimate(share, reader, base, 0, size), nowhere, 0)[0]
+        nowhere = nowhere[:self.options.recompute_first]
+        self._deviation(kv, reader.pool, reader.weights, nowhere, nowhere, np.zeros(2, np.int32),
+                        np.int32(0))
+        return kv
 
     def _refit(self, reader: Reader) -> None:
         seen = float(reader.pool.sums.count[FIRST, 0])
@@ -358,8 +360,8 @@ class Sharing:
 
     def _reader(self, key: str) -> Reader:
         with self._lock:
-            reader = self._readers.setdefault(key, Reader(self._zeros()))
-            self._readers.move_to_end(key)
+            reader = self._readers.pop(key, None) or Reader(self._zeros())
+            self._readers[key] = reader  # the latest used
             while len(self._readers) > self.settings.readers:
                 self._readers.popitem(last=False)
         return reader
@@ -371,9 +373,13 @@ class Sharing:
                     sequence.history, start, stop)
 
 
-def _calls(first: int, nowhere: int, *slots: np.ndarray, size: int = CALL) -> Iterator[tuple]:
+def _calls(first: int, nowhere: int, *slots: np.ndarray,
+           sizes: tuple[int, ...] = CALLS) -> Iterator[tuple]:
     """Arrays of slots cut into compiled sizes, each cut with the place of its first token."""
-    for start in range(0, len(slots[0]), size):
+    count, start = len(slots[0]), 0
+    while start < count:
+        size = next((size for size in sizes if size >= count - start), sizes[-1])
         cut = [some[start:start + size].astype(np.int32) for some in slots]
         yield (np.int32(first + start), *(np.pad(some, (0, size - len(some)),
                                                  constant_values=nowhere) for some in cut))
+        start += size

@@ -130,7 +130,7 @@ def test_padding_is_not_moved_and_a_small_model_has_a_small_rank():
     _, info = estimate(pool, text(5, 10), jnp.int32(0), Options())
     assert info.moved[:10].all() and not info.moved[10:].any()
     small = anchors.init(3, 1, 8, consumers=1, anchors=0)
-    assert anchors.fit(small, 0).right.shape[-2] == 16
+    assert anchors.fit(small, 0).right.shape[-1] == 16
 
 
 def test_tokens_that_only_the_base_has_teach_no_offset():

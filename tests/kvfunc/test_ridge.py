@@ -76,7 +76,7 @@ def test_a_rank_is_the_best_approximation_of_the_fitted_values_of_that_rank(rank
     x, y = examples(0, outputs=outputs)
     new, _ = examples(1, outputs=outputs)
     weights, oracle = fitted(x, y, rank), Ridge(*in_float64(x, y), PENALTY, rank)
-    assert weights.left.shape[-1] == weights.right.shape[-2] == min(rank, FEATURES)
+    assert weights.left.shape[-2] == weights.right.shape[-1] == min(rank, FEATURES)
     close(weights(jnp.asarray(new)), oracle(in_float64(new)[0]), tolerance=2e-3)
 
 
