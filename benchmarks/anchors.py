@@ -123,7 +123,8 @@ def through(client: agents.AgentClient, one: Round, **cache: Any) -> list[agents
     answers = []
     for agent, messages in enumerate(one.messages):
         answers.append(ask(client, messages, **cache))
-        ask(client, one.produced(agent), **cache)
+        if agent + 1 < len(one.messages):
+            ask(client, one.produced(agent), **cache)
     return answers
 
 
@@ -215,7 +216,7 @@ def scaling(args: argparse.Namespace, console: Console) -> None:
         sizes = argparse.Namespace(**{**vars(args), "output": output})
         everything = rounds(material, args.teach + 1, count, sizes)
         readers = count * (count + 1) // 2 - 1
-        options = "--share-texts", str(args.teach)
+        options = "--share-texts", str(args.teach), "--share-readers", str(2 * readers)
         with console.status(f"{count} agents"), server(*options) as client:
             for one in everything[:-1]:
                 through(client, one)

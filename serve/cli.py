@@ -191,6 +191,14 @@ def serve(
             "that the estimate moves most up to this part.",
         ),
     ] = 0.0,
+    share_readers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Prompts of which is remembered what they do to shared texts, the latest used; "
+            "each takes memory, 20 MB with the embedded model; /metrics has the sum.",
+        ),
+    ] = 64,
     anchor_pool: Annotated[
         str | None,
         typer.Option(
@@ -284,7 +292,8 @@ def serve(
     try:
         sharing = None if share is Share.off else Sharing(
             loaded.config, loaded.fingerprint,
-            Settings(share is Share.auto, share_texts, share_recompute))
+            Settings(share is Share.auto, share_texts, share_recompute,
+                     readers=share_readers))
         engine = Engine(
             loaded,
             sharing=sharing,

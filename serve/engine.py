@@ -187,6 +187,8 @@ class Engine:
             return {"running": len(self.scheduler.running), "waiting": waiting,
                     "free_pages": pages.free, "held_pages": pages.held,
                     "evictable_pages": pages.evictable, **dataclasses.asdict(self.counters),
+                    "readers": len(self.sharing or ()),
+                    "reader_bytes": self.sharing.bytes if self.sharing is not None else 0,
                     "compilations": self.compilations, "host_seconds": self.seconds.host,
                     "device_seconds": self.seconds.device}
 

@@ -112,7 +112,10 @@ class _EngineCollector(Collector):
                 ("vllm:num_requests_waiting", "Answers that wait for their turn.",
                  stats["waiting"]),
                 ("vllm:kv_cache_usage_perc", "Part of the KV pages that running requests hold; 1 "
-                 "is all.", stats["held_pages"] / pages)):
+                 "is all.", stats["held_pages"] / pages),
+                ("kvfunc:anchor_pool_readers", "Prompts of which is known what they do to shared "
+                 "texts.", stats["readers"]),
+                ("kvfunc:anchor_pool_bytes", "Memory that this takes.", stats["reader_bytes"])):
             gauge = GaugeMetricFamily(name, documentation, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge

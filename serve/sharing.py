@@ -305,6 +305,13 @@ class Sharing:
         """How many readers have learned something."""
         return sum(reader.texts > 0 for reader in self._readers.values())
 
+    @property
+    def bytes(self) -> int:
+        """What they take, sums and weights."""
+        with self._lock:
+            known = [(reader.pool, reader.weights) for reader in self._readers.values()]
+        return sum(x.nbytes for x in jax.tree.leaves(known))
+
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What was learned, for a checkpoint: arrays and what is said of them."""
         with self._lock:

@@ -3,7 +3,7 @@
 Run once, in an environment of its own; the tests need neither torch nor transformers:
 
     pip install torch transformers safetensors
-    python tests/make_goldens.py
+    python tests/make_goldens.py [NAME ...]
 
 Every folder holds a model as files and `expected.npz`: `tokens`, the float32 `logits` at
 `positions`, and the `greedy` continuation. `rope.json` holds the rotary tables of many
@@ -13,6 +13,7 @@ configurations. The script fails if a model could not tell a wrong RoPE from the
 import copy
 import json
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -36,7 +37,18 @@ MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistr
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
         "original_max_position_embeddings": 128}
 
-# Each RoPE in another spelling of config.json.
+
+
+def of_kind(model_type, architecture, **changes):
+    """A config.json as LLAMA, of another family."""
+    return LLAMA | {"model_type": model_type, "architectures": [architecture]} | changes
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FULL, SLIDING = "full_attention", "sliding_attention"
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+
+# Each RoPE in another spelling of config.json, and each family.
 MODELS = {
     "default": LLAMA | {"rope_theta": 10_000.0, "tie_word_embeddings": True},
     "linear_sharded": LLAMA | {"rope_theta": 10_000.0,
@@ -52,7 +64,43 @@ MODELS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 24,
         "sliding_window": 64},
+    "qwen2": of_kind("qwen2", "Qwen2ForCausalLM", rope_theta=1_000_000.0,
+                     tie_word_embeddings=True, sliding_window=64, use_sliding_window=False),
+    "qwen2_window": of_kind(
+        "qwen2", "Qwen2ForCausalLM", rope_theta=10_000.0, num_hidden_layers=3, sliding_window=64,
+        use_sliding_window=True, max_window_layers=1),
+    "qwen3": of_kind("qwen3", "Qwen3ForCausalLM", rope_theta=1_000_000.0, head_dim=24,
+                     tie_word_embeddings=True, attention_bias=False),
+    "qwen2_moe": of_kind(
+        "qwen2_moe", "Qwen2MoeForCausalLM", rope_theta=10_000.0, num_hidden_layers=3, **EXPERTS,
+        shared_expert_intermediate_size=40, norm_topk_prob=False, decoder_sparse_step=1,
+        mlp_only_layers=[1]),
+    "qwen3_moe": of_kind(
+        "qwen3_moe", "Qwen3MoeForCausalLM", rope_theta=10_000.0, num_hidden_layers=3, head_dim=24,
+        **EXPERTS, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[]),
+    "gpt_oss": of_kind(
+        "gpt_oss", "GptOssForCausalLM", head_dim=24, num_local_experts=8, num_experts_per_tok=2,
+        attention_bias=True, sliding_window=64, layer_types=[SLIDING, FULL, SLIDING],
+        num_hidden_layers=3, swiglu_limit=7.0, rope_theta=10_000.0,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                      "original_max_position_embeddings": 128, "truncate": False}),
+    "minimax_m2": of_kind(
+        "minimax_m2", "MiniMaxM2ForCausalLM", head_dim=32, rotary_dim=16, rope_theta=10_000.0,
+        num_local_experts=8, num_experts_per_tok=2, use_qk_norm=True, qk_norm_type="per_layer",
+        use_routing_bias=True, scoring_func="sigmoid"),
+    "phi3": of_kind("phi3", "Phi3ForCausalLM", rope_theta=10_000.0, rope_scaling=None,
+                    sliding_window=64, original_max_position_embeddings=1024, pad_token_id=None),
+    "gemma2": of_kind(
+        "gemma2", "Gemma2ForCausalLM", rope_theta=10_000.0, head_dim=24, num_hidden_layers=3,
+        tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh", sliding_window=64,
+        query_pre_attn_scalar=16, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "gemma3": of_kind(
+        "gemma3_text", "Gemma3ForCausalLM", rope_theta=1_000_000.0, rope_local_base_freq=10_000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0}, head_dim=24, num_hidden_layers=3,
+        tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh", sliding_window=64,
+        sliding_window_pattern=3, query_pre_attn_scalar=24),
 }
+FAMILIES = list(MODELS)[list(MODELS).index("qwen2"):]  # these are stored in bfloat16
 # What a wrong implementation would compute; each must show in the logits.
 FAULTS = {
     "default": [{"rope_theta": 11_000.0}],
@@ -64,8 +112,22 @@ FAULTS = {
        {"rope_parameters": YARN | {"original_max_position_embeddings": 1024}}],
     "yarn_attention_factor": [{"rope_parameters": YARN}],
     "mistral_window": [{"sliding_window": None}, {"sliding_window": 63}, {"sliding_window": 65}],
+    "qwen2": [{"use_sliding_window": True, "max_window_layers": 0}],
+    "qwen2_window": [{"max_window_layers": 0}, {"max_window_layers": 2}, {"sliding_window": 63}],
+    "qwen3": [{"rope_theta": 900_000.0}],
+    "qwen2_moe": [{"norm_topk_prob": True}, {"num_experts_per_tok": 1}],
+    "qwen3_moe": [{"norm_topk_prob": False}, {"num_experts_per_tok": 3}],
+    "gpt_oss": [{"layer_types": [FULL] * 3}, {"layer_types": [SLIDING] * 3},
+                {"sliding_window": 63}, {"sliding_window": 65}, {"swiglu_limit": 1.0}],
+    "minimax_m2": [{"rotary_dim": 32}, {"rotary_dim": 8}, {"num_experts_per_tok": 1}],
+    "phi3": [{"sliding_window": None}, {"sliding_window": 63}, {"sliding_window": 65}],
+    "gemma2": [{"sliding_window": 63}, {"query_pre_attn_scalar": 24},
+               {"attn_logit_softcapping": None}, {"final_logit_softcapping": None},
+               {"layer_types": [FULL] * 3}],
+    "gemma3": [{"sliding_window": 63}, {"query_pre_attn_scalar": 16}, {"rope_scaling": None},
+               {"rope_local_base_freq": 11_000.0}, {"layer_types": [FULL] * 3}],
 }
-WEIGHT_STD = {"mistral_window": 0.2}
+WEIGHT_STD = {"mistral_window": 0.2, "gemma2": 0.1}
 
 
 def tables_wanted():
@@ -135,8 +197,11 @@ def write_model(name, directory):
             torch.nn.init.uniform_(weight, 0.5, 1.5)
         else:
             torch.nn.init.normal_(weight, std=WEIGHT_STD.get(name, 0.15))
+    for key, buffer in model.named_buffers():
+        if "correction_bias" in key:
+            torch.nn.init.normal_(buffer, std=0.1)
     sharded = "sharded" in name
-    model.to(torch.bfloat16 if sharded else torch.float32).save_pretrained(
+    model.to(torch.bfloat16 if sharded or name in FAMILIES else torch.float32).save_pretrained(
         directory, max_shard_size="100KB" if sharded else "1GB")
     (directory / "generation_config.json").unlink(missing_ok=True)
     (directory / "config.json").write_text(json.dumps(MODELS[name], indent=2) + "\n")
@@ -147,7 +212,8 @@ def read_model(directory, dtype=torch.float32, **changes):
     raw = json.loads((directory / "config.json").read_text()) | changes
     config = transformers_config(raw)
     return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=dtype, attn_implementation="eager").eval()
+        directory, config=config, dtype=dtype, attn_implementation="eager",
+        experts_implementation="eager").eval()
 
 
 def logits_of(model, tokens):
@@ -201,8 +267,9 @@ def main():
     """Write everything."""
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     GOLDENS.mkdir(exist_ok=True)
-    write_rope_tables()
-    for name in MODELS:
+    if not sys.argv[1:]:
+        write_rope_tables()
+    for name in sys.argv[1:] or MODELS:
         write_golden(name)
 
 

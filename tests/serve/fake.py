@@ -111,7 +111,8 @@ class FakeEngine(Engine):
 
     def stats(self):
         return {"running": len(self._running), "waiting": len(self._waiting), "free_pages": 3,
-                "held_pages": 1, "evictable_pages": 4, **dataclasses.asdict(Counters()),
+                "held_pages": 1, "evictable_pages": 4, "readers": 2,
+                "reader_bytes": 9, **dataclasses.asdict(Counters()),
                 "compilations": 0, "host_seconds": 0.0, "device_seconds": 0.0}
 
     def say(self, *script: str | int | object):

@@ -89,6 +89,8 @@ def test_a_document_is_estimated_behind_another_prompt_once_that_has_been_taught
     assert approximate(exact) == 0 and "cache" not in exact.model_extra
     assert metrics["kvfunc:approximate_tokens_total",] > 120
     assert metrics["kvfunc:estimated_tokens_total",] > 120
+    assert metrics["kvfunc:anchor_pool_readers",] > 0
+    assert metrics["kvfunc:anchor_pool_bytes",] > 1e6 * metrics["kvfunc:anchor_pool_readers",]
 
 
 def test_after_kill_9_the_next_server_estimates_at_once(killed):

@@ -60,7 +60,7 @@ STUBBED_SERVE = """
 
     module("kvfunc.models", load=load)
     module("kvfunc.serve.engine", Engine=Engine)
-    module("kvfunc.serve.sharing", Settings=lambda *given: given,
+    module("kvfunc.serve.sharing", Settings=lambda *given, readers: (*given, readers),
            Sharing=lambda config, fingerprint, settings: settings)
     def create_app(engine, chat, **options):
         from kvfunc.serve.door import Drain
@@ -244,7 +244,7 @@ def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
         *("--port", "0", "--kv-tokens", "5000", "--served-model-name", "mine"),
         *("--kv-dtype", "fp8", "--page-size", "8", "--max-num-seqs", "3"),
         *("--max-num-batched-tokens", "99", "--eviction-policy", "lru", "--max-queue", "7"),
-        *("--attention", "pallas", "--share", "auto", "--share-texts", "3"),
+        *("--attention", "pallas", "--share", "auto", "--share-texts", "3", "--share-readers", "5"),
         *("--share-recompute", "0.25"),
         *("--api-key", "one,two", "--api-key", "three", "--request-timeout", "2.5"),
     ) as process:
@@ -258,7 +258,7 @@ def test_serve_says_when_it_is_ready_and_stops_on_ctrl_c():
         rest, _ = process.communicate(timeout=10)
     assert process.returncode == 0
     assert rest == "stopped\n"
-    options = {"sharing": (True, 3, 0.25), "kv_dtype": "float8_e4m3fn", "context_length": None,
+    options = {"sharing": (True, 3, 0.25, 5), "kv_dtype": "float8_e4m3fn", "context_length": None,
                "page_size": 8, "max_num_seqs": 3, "chunk": 99, "policy": "lru", "max_queue": 7,
                "attention": "pallas"}
     assert f"engine 5000 {options}\n" in printed
