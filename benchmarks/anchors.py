@@ -216,7 +216,8 @@ def scaling(args: argparse.Namespace, console: Console) -> None:
         sizes = argparse.Namespace(**{**vars(args), "output": output})
         everything = rounds(material, args.teach + 1, count, sizes)
         readers = count * (count + 1) // 2 - 1
-        options = "--share-texts", str(args.teach), "--share-readers", str(2 * readers)
+        options = ("--kv-tokens", "196608", "--share-texts", str(args.teach),
+                   "--share-readers", str(2 * readers))
         with console.status(f"{count} agents"), server(*options) as client:
             for one in everything[:-1]:
                 through(client, one)

@@ -6,20 +6,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvfunc.models.moe import MoE
 from kvfunc.rope import Rope
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-
-# Fields of a config.json that change the computation when they are set.
-_REFUSED_HF = ("attention_bias", "mlp_bias", "rope_interleaved", "quantization_config")
 # Fields of a GGUF file that say nothing about the computation.
 _HARMLESS_GGUF = {"rope.scaling.finetuned", "tensor_data_layout"}
-_REQUIRED = object()
+REQUIRED = object()  # in the place of a default
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama, SmolLM2 or Mistral model: a hashable value, static under jit.
+    """What sets one model apart from the others: a hashable value, static under jit.
 
     Attributes:
       vocab_size: rows of the embedding.
@@ -28,12 +25,27 @@ class ModelConfig:
       heads: query heads.
       kv_heads: key and value heads; a divisor of `heads`.
       head_dim: length of one head; need not be `width / heads`.
-      mlp_width: length of the hidden layer of SwiGLU.
+      mlp_width: length of the hidden layer of the gated MLP.
       norm_eps: added to the mean square in RMSNorm.
       tied: True where the head is the embedding.
       rope: rotary embedding of queries and keys, in half-split order.
       context_length: positions the model was made for, in tokens.
-      window: a query sees keys less than `window` positions behind it; None sees all.
+      window: a query sees keys less than `window` positions behind it, those that the positions
+        count after a repos; None sees all.
+      windowed: which layers have the window; None: all.
+      window_rope: the rotary embedding of these layers, where it is another.
+      biases: which products of attention have a bias: a part of "qkvo".
+      qk_norm: RMSNorm of queries and keys before the rotation, "head" by head or "all" heads as
+        one; None for none.
+      sinks: whether each head has a logit that takes part in the softmax and has no value.
+      attention_scale: factor on the scores; None is `head_dim ** -0.5`.
+      softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
+      logit_softcap: the same of the logits.
+      activation: of the gated MLPs, one of `moe.ACTIVATIONS`.
+      gemma_norms: whether norms multiply by 1 + weight, and stand behind attention and MLP too.
+      embed_scale: factor on the embedding.
+      moe: the experts; None: there are none.
+      sparse: which layers have experts and no other MLP; None: all, if there are experts.
     """
 
     vocab_size: int
@@ -48,6 +60,19 @@ class ModelConfig:
     rope: Rope
     context_length: int
     window: int | None = None
+    windowed: tuple[bool, ...] | None = None
+    window_rope: Rope | None = None
+    biases: str = ""
+    qk_norm: str | None = None
+    sinks: bool = False
+    attention_scale: float | None = None
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    activation: str = "silu"
+    gemma_norms: bool = False
+    embed_scale: float = 1.0
+    moe: MoE | None = None
+    sparse: tuple[bool, ...] | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -57,47 +82,28 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={self.heads} "
                              f"and kv_heads={self.kv_heads}")
-        if self.rope.rotary_dim > self.head_dim:
-            raise ValueError(f"the rotary dims must fit a head, got {self.rope.rotary_dim} of them "
-                             f"and head_dim={self.head_dim}")
+        for rope in (self.rope, self.window_rope or self.rope):
+            if rope.rotary_dim > self.head_dim:
+                raise ValueError(f"the rotary dims must fit a head, got {rope.rotary_dim} of them "
+                                 f"and head_dim={self.head_dim}")
+        for name in ("windowed", "sparse"):
+            value = getattr(self, name)
+            if value is not None and len(value) != self.layers:
+                raise ValueError(f"{name} must have one entry a layer, got {len(value)} and "
+                                 f"layers={self.layers}")
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json` of a Llama, SmolLM2 or Mistral model.
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer's queries see a window only."""
+        return self.window is not None and (self.windowed is None or self.windowed[layer])
 
-        Args:
-          config: the parsed file.
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return self.moe is not None and (self.sparse is None or self.sparse[layer])
 
-        Raises:
-          ValueError: for another architecture, a feature that is not built here, a missing field or
-            a value that cannot be; the message names it.
-        """
-        kind = _hf_kind(config)
-        for name in _REFUSED_HF:
-            if config.get(name):
-                raise ValueError(f"config.json sets {name}={config[name]!r}, which is not "
-                                 "supported: use a model without it")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"config.json sets hidden_act={config['hidden_act']!r}; "
-                             "only 'silu' is supported")
-        # transformers fills these in with Mistral 7B's own values, a guess for any other size.
-        for name in ("num_key_value_heads", "sliding_window") if kind == "mistral" else ():
-            if name not in config:
-                raise ValueError(f"config.json of a mistral model lacks {name}: add it "
-                                 "(sliding_window is null for full attention)")
-
-        def take(name: str, default: Any = _REQUIRED) -> int:
-            return _integer(name, config.get(name), default, "config.json")
-
-        width, heads = take("hidden_size"), take("num_attention_heads")
-        window = config.get("sliding_window") if kind == "mistral" else None
-        return cls(
-            vocab_size=take("vocab_size"), width=width, layers=take("num_hidden_layers"),
-            heads=heads, kv_heads=take("num_key_value_heads", heads),
-            head_dim=take("head_dim", width // max(heads, 1)), mlp_width=take("intermediate_size"),
-            norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps"), "config.json"),
-            tied=bool(config.get("tie_word_embeddings", False)), rope=Rope.from_config(config),
-            context_length=take("max_position_embeddings"), window=window)
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary embedding of a layer."""
+        local = self.window_rope is not None and self.has_window(layer)
+        return self.window_rope if local else self.rope
 
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any], *, tied: bool,
@@ -123,8 +129,8 @@ class ModelConfig:
         if "vocab_size" not in own and "tokenizer.ggml.tokens" in fields:
             own["vocab_size"] = len(fields["tokenizer.ggml.tokens"])
 
-        def take(name: str, default: Any = _REQUIRED) -> int:
-            return _integer(f"llama.{name}", own.pop(name, None), default, "the GGUF file")
+        def take(name: str, default: Any = REQUIRED) -> int:
+            return integer(f"llama.{name}", own.pop(name, None), default, "the GGUF file")
 
         width, heads = take("embedding_length"), take("attention.head_count")
         context_length = take("context_length")
@@ -138,7 +144,7 @@ class ModelConfig:
             vocab_size=take("vocab_size"), width=width, layers=take("block_count"), heads=heads,
             kv_heads=take("attention.head_count_kv", heads), head_dim=head_dim,
             mlp_width=take("feed_forward_length"),
-            norm_eps=_number(f"llama.{eps}", own.pop(eps, None), "the GGUF file"), tied=tied,
+            norm_eps=number(f"llama.{eps}", own.pop(eps, None), "the GGUF file"), tied=tied,
             rope=_gguf_rope(own, take("rope.dimension_count", head_dim), context_length,
                             rope_factors),
             context_length=context_length, window=take("attention.sliding_window", 0) or None)
@@ -147,17 +153,6 @@ class ModelConfig:
             raise ValueError(f"the GGUF file sets {', '.join(unknown)}, which is not supported: "
                              "use a model without it")
         return config
-
-
-def _hf_kind(config: Mapping[str, Any]) -> str:
-    known = ", ".join(f"{kind} ({name})" for kind, name in ARCHITECTURES.items())
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {known}")
-    for name in config.get("architectures") or ():
-        if name != ARCHITECTURES[kind]:
-            raise ValueError(f"architecture {name!r} is not supported; supported are {known}")
-    return kind
 
 
 def _gguf_rope(own: dict[str, Any], rotary_dim: int, context_length: int,
@@ -189,9 +184,10 @@ def _gguf_rope(own: dict[str, Any], rotary_dim: int, context_length: int,
     return dataclasses.replace(rope, inv_freq=inv_freq, magnitude=magnitude)
 
 
-def _integer(name: str, value: Any, default: Any, where: str) -> int:
+def integer(name: str, value: Any, default: Any, where: str) -> int:
+    """A field that must be one integer, or its default; without one the field must be there."""
     if value is None:
-        if default is _REQUIRED:
+        if default is REQUIRED:
             raise ValueError(f"{where} lacks {name}")
         return default
     if isinstance(value, bool) or not isinstance(value, int):
@@ -199,7 +195,8 @@ def _integer(name: str, value: Any, default: Any, where: str) -> int:
     return value
 
 
-def _number(name: str, value: Any, where: str) -> float:
+def number(name: str, value: Any, where: str) -> float:
+    """A field that must be there, and a number."""
     if value is None:
         raise ValueError(f"{where} lacks {name}")
     if isinstance(value, bool) or not isinstance(value, int | float):

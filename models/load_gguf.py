@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from .config import ModelConfig
-from .params import Params, Place, Progress, check, fill
+from .params import Params, Place, Progress, Source, check, fill, shapes
 
 _TOP = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
 _LAYER = {
@@ -54,14 +54,14 @@ def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(_ROPE_FACTORS, None)
     config = ModelConfig.from_gguf(
-        _fields(reader), tied=_name((None, "head")) not in tensors,
+        _fields(reader), tied=_name(Place(None, "head")) not in tensors,
         rope_factors=None if factors is None else _dequantize(factors).ravel().tolist())
-    check(config, _name, {name: tuple(reversed(tensor.shape.tolist()))
-                          for name, tensor in tensors.items()})
+    check({place: Source({_name(place): shape}) for place, shape in shapes(config).items()},
+          {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()})
 
     def read(place: Place) -> np.ndarray:
         weight = _dequantize(tensors[_name(place)])
-        match place[1]:
+        match place.module:
             case "q":
                 return _half_split(weight, config.heads, config.rope.rotary_dim)
             case "k":
@@ -89,7 +89,7 @@ def open_gguf(path: str | os.PathLike[str]) -> gguf.GGUFReader:
 
 
 def _name(place: Place) -> str:
-    layer, module = place
+    layer, module, _ = place
     return f"{_TOP[module]}.weight" if layer is None else f"blk.{layer}.{_LAYER[module]}.weight"
 
 

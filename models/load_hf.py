@@ -1,4 +1,4 @@
-"""Weights and configuration of a Llama-family model from a Hugging Face folder."""
+"""Weights and configuration of a model from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig
+from .config_hf import config_from_hf
+from .names_hf import is_mxfp4, sources_of
 from .params import Params, Place, Progress, check, fill
 
-_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj", "o": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}
 _DTYPES = ("BF16", "F16", "F32")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Older files carry the frequencies that config.json already determines.
@@ -46,7 +42,8 @@ def load_hf(directory: str | os.PathLike[str], dtype: Any,
         are missing, unknown, of the wrong shape or of a type that cannot be read, by name.
     """
     directory = pathlib.Path(directory)
-    config = ModelConfig.from_hf(_json(directory / "config.json"))
+    fields = _json(directory / "config.json")
+    config = config_from_hf(fields)
     with contextlib.ExitStack() as stack:
         files = {}
         for path in _weight_files(directory):
@@ -62,24 +59,22 @@ def load_hf(directory: str | os.PathLike[str], dtype: Any,
         files = {key: file for key, file in files.items() if not _BUFFER.fullmatch(key)}
         if config.tied:
             _drop_copy_of_embedding(files)
-        check(config, _name, {key: tuple(file.get_slice(key).get_shape())
-                              for key, file in files.items()})
+        sources = sources_of(config, fields["model_type"], files.keys())
+        check(sources, {key: tuple(file.get_slice(key).get_shape())
+                        for key, file in files.items()})
         for key, file in files.items():
             stored = file.get_slice(key).get_dtype()
-            if stored not in _DTYPES:
+            if stored not in _DTYPES and not (stored == "U8" and is_mxfp4(key)):
                 raise ValueError(f"{key} is stored as {stored}; supported are {', '.join(_DTYPES)}")
 
         def read(place: Place) -> np.ndarray:
-            return files[_name(place)].get_tensor(_name(place))
+            source = sources[place]
+            return source.make(*(files[name].get_tensor(name) for name in source.tensors))
 
-        return config, fill(config, _name, read, dtype, progress, quantization)
+        def name(place: Place) -> str:
+            return next(iter(sources[place].tensors))
 
-
-def _name(place: Place) -> str:
-    layer, module = place
-    if layer is None:
-        return f"{_TOP[module]}.weight"
-    return f"model.layers.{layer}.{_LAYER[module]}.weight"
+        return config, fill(config, name, read, dtype, progress, quantization)
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
@@ -108,7 +103,7 @@ def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _drop_copy_of_embedding(files: dict[str, Any]) -> None:
-    embed, head = _name((None, "embed")), _name((None, "head"))
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
     if not {embed, head} <= files.keys():
         return
     if not np.array_equal(files[embed].get_tensor(embed), files[head].get_tensor(head)):

@@ -6,7 +6,7 @@ Every matrix is stored [out, in]; the rows of Q and K are in half-split RoPE ord
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +16,92 @@ from kvfunc.quantize import Quantized, quantize
 
 from .config import ModelConfig
 
-Place = tuple[int | None, str]  # layer (None outside the layers), module
+
+class Place(NamedTuple):
+    """Where a parameter stands in the tree."""
+
+    layer: int | None  # None: outside the layers
+    module: str
+    leaf: str = "weight"  # empty for a parameter that has no module of its own
+
+
+class Source(NamedTuple):
+    """What a file has for a place."""
+
+    tensors: dict[str, tuple[int, ...]]  # shapes by name
+    make: Callable[..., np.ndarray] = lambda tensor: tensor  # of them the parameter, [out, in]
+
+
 Params = dict[str, Any]
 Progress = Callable[[str, int, int], None]
 
 
 def shapes(config: ModelConfig) -> dict[Place, tuple[int, ...]]:
-    """Shape of every weight of the model, in the order of the forward pass."""
-    width, mlp_width = config.width, config.mlp_width
-    q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = {
-        "attn_norm": (width,), "q": (q_width, width), "k": (kv_width, width),
-        "v": (kv_width, width), "o": (width, q_width), "mlp_norm": (width,),
-        "gate": (mlp_width, width), "up": (mlp_width, width), "down": (width, mlp_width),
-    }
-    table: dict[Place, tuple[int, ...]] = {(None, "embed"): (config.vocab_size, width)}
-    table |= {(i, module): shape for i in range(config.layers) for module, shape in layer.items()}
-    table[None, "norm"] = (width,)
+    """Shape of every parameter of the model, in the order of the forward pass."""
+    table: dict[Place, tuple[int, ...]] = {Place(None, "embed"): (config.vocab_size, config.width)}
+    for i in range(config.layers):
+        table |= {Place(i, module, leaf): shape
+                  for (module, leaf), shape in _layer(config, i).items()}
+    table[Place(None, "norm")] = (config.width,)
     if not config.tied:
-        table[None, "head"] = (config.vocab_size, width)
+        table[Place(None, "head")] = (config.vocab_size, config.width)
     return table
 
 
-def check(config: ModelConfig, name: Callable[[Place], str],
-          found: Mapping[str, tuple[int, ...]]) -> None:
+def _layer(c: ModelConfig, index: int) -> dict[tuple[str, str], tuple[int, ...]]:
+    table: dict[tuple[str, str], tuple[int, ...]] = {}
+
+    def add(module: str, *shape: int, bias: bool = False) -> None:
+        table[module, "weight"] = shape
+        if bias:
+            table[module, "bias"] = shape[:-1]
+
+    def add_mlp(width: int, prefix: str = "", *experts: int, bias: bool = False) -> None:
+        add(prefix + "gate", *experts, width, c.width, bias=bias)
+        add(prefix + "up", *experts, width, c.width, bias=bias)
+        add(prefix + "down", *experts, c.width, width, bias=bias)
+
+    add("attn_norm", c.width)
+    widths = {name: count * c.head_dim for name, count in (
+        ("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads))}
+    for name, width in widths.items():
+        add(name, width, c.width, bias=name in c.biases)
+    if c.qk_norm:
+        for name in "qk":
+            add(f"{name}_norm", c.head_dim if c.qk_norm == "head" else widths[name])
+    if c.sinks:
+        table["sinks", ""] = (c.heads,)
+    add("o", c.width, c.heads * c.head_dim, bias="o" in c.biases)
+    if c.gemma_norms:
+        add("attn_post_norm", c.width)
+    add("mlp_norm", c.width)
+    if c.has_experts(index):
+        moe = c.moe
+        add("router", moe.experts, c.width, bias=moe.biases)
+        if moe.corrected:
+            table["correction", ""] = (moe.experts,)
+        add_mlp(moe.width, "experts_", moe.experts, bias=moe.biases)
+        if moe.shared_width:
+            add("shared_router", 1, c.width)
+            add_mlp(moe.shared_width, "shared_")
+    else:
+        add_mlp(c.mlp_width)
+    if c.gemma_norms:
+        add("mlp_post_norm", c.width)
+    return table
+
+
+def check(sources: Mapping[Place, Source], found: Mapping[str, tuple[int, ...]]) -> None:
     """Hold what a file contains against what the model needs.
 
     Args:
-      config: the model.
-      name: what the file format calls the weight at a place.
+      sources: what the file should have for each place.
       found: shape of every tensor in the file.
 
     Raises:
       ValueError: for missing tensors, unknown ones, and shapes that differ, by name.
     """
-    wanted = {name(place): shape for place, shape in shapes(config).items()}
+    wanted = {name: shape for source in sources.values() for name, shape in source.tensors.items()}
     missing = [key for key in wanted if key not in found]
     if missing:
         raise ValueError(f"the model lacks {_some(missing)}: the file is incomplete or its "
@@ -76,8 +127,8 @@ def fill(config: ModelConfig, name: Callable[[Place], str], read: Callable[[Plac
       read: the weight at a place, in any float type.
       dtype: type of every leaf that is not quantised.
       progress: called after each tensor with its name, how many are done, and how many there are.
-      quantization: "int8" stores every matrix as int8, with one scale a row (an output channel, or
-        a token of the vocabulary).
+      quantization: "int8" stores every matrix but the experts' routers as int8, with one scale a
+        row (an output channel, or a token of the vocabulary).
 
     Returns:
       `{"embed": {"weight": ...}, "layer_0": {"q": {"weight": ...}, ...}, ..., "norm": ...}`.
@@ -86,19 +137,21 @@ def fill(config: ModelConfig, name: Callable[[Place], str], read: Callable[[Plac
         raise ValueError(f'quantization must be "int8" or None, got {quantization!r}')
     params: Params = {}
     places, dtype = list(shapes(config)), jnp.dtype(dtype)
-    for done, (layer, module) in enumerate(places, start=1):
+    for done, place in enumerate(places, start=1):
+        layer, module, leaf = place
         parent = params if layer is None else params.setdefault(f"layer_{layer}", {})
-        weight = read((layer, module))
-        if quantization and weight.ndim == 2:
-            parent[module] = {"weight": _rows_to_int8(_array(weight, np.dtype(np.float32)))}
-        else:
-            parent[module] = {"weight": _array(weight, dtype)}
+        parent, key = (parent.setdefault(module, {}), leaf) if leaf else (parent, module)
+        weight = read(place)
+        if quantization and leaf == "weight" and weight.ndim > 1 and "router" not in module:
+            parent[key] = _rows_to_int8(_array(weight, np.dtype(np.float32)))
+        else:  # the correction decides between scores that are close
+            parent[key] = _array(weight, np.float32 if module == "correction" else dtype)
         if progress is not None:
-            progress(name((layer, module)), done, len(places))
+            progress(name(place), done, len(places))
     return params
 
 
-def _array(value: np.ndarray, dtype: np.dtype) -> jax.Array:
+def _array(value: np.ndarray, dtype: Any) -> jax.Array:
     return jnp.array(value.astype(dtype, copy=False))  # a copy: `value` may be a mapped file
 
 

@@ -127,7 +127,7 @@ FAULTS = {
     "gemma3": [{"sliding_window": 63}, {"query_pre_attn_scalar": 16}, {"rope_scaling": None},
                {"rope_local_base_freq": 11_000.0}, {"layer_types": [FULL] * 3}],
 }
-WEIGHT_STD = {"mistral_window": 0.2, "gemma2": 0.1}
+WEIGHT_STD = {"mistral_window": 0.2, "gemma2": 0.13, "gemma3": 0.13}
 
 
 def tables_wanted():
@@ -194,7 +194,7 @@ def write_model(name, directory):
     model = transformers.AutoModelForCausalLM.from_config(transformers_config(MODELS[name]))
     for key, weight in model.named_parameters():
         if "norm" in key:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
+            torch.nn.init.uniform_(weight, *((0.0, 1.0) if "gemma" in name else (0.5, 1.5)))
         else:
             torch.nn.init.normal_(weight, std=WEIGHT_STD.get(name, 0.15))
     for key, buffer in model.named_buffers():

@@ -20,6 +20,8 @@ from kvfunc.rope import Rope
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 MODELS = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+LLAMA = {name for name in MODELS if json.loads((GOLDENS / name / "config.json").read_text())[
+    "model_type"] in ("llama", "mistral")}
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -155,6 +157,50 @@ def test_embedded_norm(embedded):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_every_stored_number_is_loaded_once(name):
+    def numbers(tree):
+        return np.sort(np.concatenate([np.asarray(x, np.float32).ravel() for x in tree.values()]))
+
+    params = load_hf(GOLDENS / name, jnp.float32)[1]
+    np.testing.assert_array_equal(numbers(flat(params)), numbers(tensors_of(name)))
+
+
+def test_experts_are_stacked_in_order():
+    params, stored = flat(load_hf(GOLDENS / "minimax_m2", jnp.float32)[1]), tensors_of("minimax_m2")
+    for mine, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+        for expert in (0, 5):
+            np.testing.assert_array_equal(
+                params[f"layer_1/experts_{mine}/weight"][expert], stored[
+                    f"model.layers.1.block_sparse_moe.experts.{expert}.{theirs}.weight"
+                ].astype(np.float32))
+
+
+def test_experts_in_mxfp4_are_the_numbers_that_they_stand_for(hf_folder):
+    halves = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    rng, prefix = np.random.default_rng(0), "model.layers.1.mlp.experts."
+    stored = {f"{prefix}gate_up_proj": (8, 192, 2), f"{prefix}down_proj": (8, 64, 3)}
+    tensors = {}
+    for name, groups in stored.items():
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (*groups, 16), dtype=np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(120, 131, groups, dtype=np.uint8)
+    folder = hf_folder(tensors, name="gpt_oss", drop=stored,
+                       quantization_config={"quant_method": "mxfp4"})
+    params = flat(load_hf(folder, jnp.float32)[1])
+
+    def number(name, expert, row, column):
+        byte = tensors[f"{name}_blocks"][expert, row, column // 32, column % 32 // 2]
+        half = byte >> 4 if column % 2 else byte & 15
+        return halves[half] * 2.0 ** (int(tensors[f"{name}_scales"][expert, row, column // 32])
+                                      - 127)
+
+    for expert, row, column in [(0, 0, 0), (3, 7, 1), (7, 63, 63), (5, 20, 40)]:
+        for module, name, at in (("gate", "gate_up_proj", 2 * row), ("down", "down_proj", row),
+                                 ("up", "gate_up_proj", 2 * row + 1)):
+            found = params[f"layer_1/experts_{module}/weight"][expert, row, column]
+            assert found == number(prefix + name, expert, at, column)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name in LLAMA])
 def test_golden_loads_as_stored(name):
     config, params = load_hf(GOLDENS / name, jnp.float32)
     stored, loaded = tensors_of(name), flat(params)

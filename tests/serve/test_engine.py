@@ -110,7 +110,7 @@ def model():
         if len(shape) == 1:
             return np.ones(shape)
         # Sharp attention: a wrong position or a lost token changes every answer.
-        sharp = {"q": 2.0, "head": 2.0, "embed": shape[-1] ** 0.5}.get(place[1], 1.0)
+        sharp = {"q": 2.0, "head": 2.0, "embed": shape[-1] ** 0.5}.get(place.module, 1.0)
         return rng.normal(size=shape) * sharp / shape[-1] ** 0.5
 
     tokenizer = byte_tokenizer()
