@@ -14,14 +14,26 @@ from hypothesis import strategies as st
 from programs import HEAD_DIM, HEADS, KV_HEADS, QUERIES, ROPES, ROWS, SLOTS, padded, verbs
 
 import kvfunc
-from kvfunc import Drop, History
+from kvfunc import Drop, History, Rope
 from kvfunc.history import HOLE
 from kvfunc.models.config import ModelConfig
 from kvfunc.models.llama import Llama
+from kvfunc.models.moe import MoE
 
 pytestmark = pytest.mark.usefixtures("each_attention")
 
 LAYERS, VOCABULARY = 2, 61
+# All in which families differ from Llama, some of it in each.
+RELATIVES = {
+    "llama": {},
+    "GPT-OSS": {"windowed": (True, False), "biases": "qkvo", "sinks": True,
+                "activation": "clamped_swiglu",
+                "moe": MoE(experts=4, chosen=2, width=12, scores="softmax_of_chosen",
+                           biases=True, shared_width=8)},
+    "Gemma 3": {"windowed": (False, True), "window_rope": Rope.default(HEAD_DIM, 100.0),
+                "qk_norm": "all", "softcap": 5.0, "logit_softcap": 3.0, "gemma_norms": True,
+                "attention_scale": 0.5, "embed_scale": 2.0, "activation": "gelu_tanh"},
+}
 
 
 def weight(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -36,11 +48,12 @@ def weight(like: jax.ShapeDtypeStruct) -> jax.Array:
 class TinyLlama:
     """Two layers with random weights, compiled for one shape."""
 
-    def __init__(self, rope: str, dtype, window: int | None, tolerance: float, kv_dtype=None):
+    def __init__(self, rope: str, dtype, window: int | None, tolerance: float, kv_dtype=None,
+                 relative: str = "llama"):
         config = ModelConfig(
             vocab_size=VOCABULARY, width=32, layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS,
             head_dim=HEAD_DIM, mlp_width=48, norm_eps=1e-5, tied=False, rope=ROPES[rope],
-            context_length=64, window=window)
+            context_length=64, window=window, **RELATIVES[relative])
         model = Llama(config, dtype)
         self.kv_dtype, self.tolerance = kv_dtype or dtype, tolerance
         some, nobody = np.zeros(QUERIES, np.int32), kvfunc.Rows.empty().pad(ROWS, QUERIES)
@@ -67,6 +80,8 @@ every_model = pytest.mark.parametrize("model", [
     pytest.param(("llama3", jnp.bfloat16, 12, 1e-1), id="bfloat16, window"),
     # Where sums in another order cross the border of a step, a key or value differs by a step.
     pytest.param(("default", jnp.float32, None, 1e-1, jnp.int8), id="int8 KV"),
+    pytest.param(("yarn", jnp.float32, 9, 1e-5, None, "GPT-OSS"), id="as GPT-OSS"),
+    pytest.param(("linear", jnp.float32, 9, 1e-5, None, "Gemma 3"), id="as Gemma 3"),
 ])
 
 
