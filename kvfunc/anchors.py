@@ -30,8 +30,7 @@ from kvfunc import matching, ridge
 from kvfunc.linear import product
 from kvfunc.matching import resized
 from kvfunc.packed import Packed
-from kvfunc.rope import Rope
-from kvfunc.segments import Segment, numbers, turn, turned
+from kvfunc.segments import Ropes, Segment, numbers, turned, turns
 from kvfunc.storage import KV, number_dtype, write_layer
 
 FIRST = 16  # tokens whose index is a feature of its own: prompts move the first tokens most
@@ -498,7 +497,7 @@ def estimate(pool: AnchorPool, base: Segment, consumer: Scalar, options: Options
 
 def correct(kv: KV, weights: ridge.Weights, sources: Int[Array, " tokens"],
             targets: Int[Array, " tokens"], births: Int[Array, " 2"], first: Scalar,
-            rope: Rope) -> tuple[KV, Float[Array, " tokens"]]:
+            rope: Ropes) -> tuple[KV, Float[Array, " tokens"]]:
     """`read`, the ridge's `estimate`, `apply` and `place` in one, a layer at a time.
 
     The same numbers, and no more memory than a layer takes: for splicing into storage that serves.
@@ -510,15 +509,15 @@ def correct(kv: KV, weights: ridge.Weights, sources: Int[Array, " tokens"],
       targets: int32, slots of its KV in the prompt; beyond the storage, nothing is written.
       births: int32, position of the text's first token there and here.
       first: index in the text of the first of these tokens.
-      rope: of the model.
+      rope: of the model, or of each layer.
 
     Returns:
       The storage, and of each token the mean square of what was added over that of the base.
     """
     heads, dim = kv.k[0].shape[-2:]
     tokens, half = len(sources), heads * dim
-    there, here, across = (turn(rope, position, dim)
-                           for position in (births[0], births[1], births[1] - births[0]))
+    ways = zip(*(turns(rope, position, len(kv.k), dim)
+                 for position in (births[0], births[1], births[1] - births[0])), strict=True)
     dtype = number_dtype(kv.k[0])  # what is added need not be more exact than what is stored
 
     def times(x: Array, matrix: Array) -> Array:
@@ -526,7 +525,8 @@ def correct(kv: KV, weights: ridge.Weights, sources: Int[Array, " tokens"],
 
     place = _place(tokens, first)
     added, size, layers = jnp.zeros(tokens), jnp.zeros(tokens), []
-    for layer, stored in enumerate(zip(kv.k, kv.v, strict=True)):
+    for layer, (stored, way) in enumerate(zip(zip(kv.k, kv.v, strict=True), ways, strict=True)):
+        there, here, across = way
         k, v = (numbers(x, sources) for x in stored)
         new_k, new_v = turned(k, across), v
         size += jnp.square(k).sum((1, 2)) + jnp.square(v).sum((1, 2))

@@ -7,6 +7,7 @@ is a shift: spliced into a cache, a segment is read at birth - position, which i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from kvfunc.cache import KVCache, Reserved, reserve, write
 from kvfunc.quantize import Quantized
 from kvfunc.rope import Rope
 from kvfunc.storage import KV, with_numbers, write_layer
+
+Ropes = Rope | Sequence[Rope]
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +57,8 @@ class Segment:
         return cls(k.reshape(shape), v.reshape(shape), length)
 
 
-def read(kv: KV, slots: Int[Array, " tokens"], birth: int | Int[Array, ""], rope: Rope) -> Segment:
+def read(kv: KV, slots: Int[Array, " tokens"], birth: int | Int[Array, ""],
+         rope: Ropes) -> Segment:
     """Take a run of tokens out of storage, its keys turned back to their index; one rotation.
 
     Args:
@@ -62,17 +66,18 @@ def read(kv: KV, slots: Int[Array, " tokens"], birth: int | Int[Array, ""], rope
       slots: int32, where token 0, 1, 2, … stands; the number of slots or more is padding, at the
         end.
       birth: RoPE position that token 0 was written at, the others behind it.
-      rope: of the model.
+      rope: of the model, or of each layer.
     """
     inside = slots < kv.slots
-    back = turn(rope, -birth, kv.k[0].shape[-1])
-    k = jnp.stack([turned(numbers(stored, slots), back) for stored in kv.k])
+    back = turns(rope, -birth, len(kv.k), kv.k[0].shape[-1])
+    k = jnp.stack([turned(numbers(stored, slots), by) for stored, by in zip(
+        kv.k, back, strict=True)])
     v = jnp.stack([numbers(stored, slots) for stored in kv.v])
     return Segment(k, v, inside.sum(dtype=jnp.int32))
 
 
 def place(kv: KV, segment: Segment, slots: Int[Array, " tokens"], birth: int | Int[Array, ""],
-          rope: Rope) -> KV:
+          rope: Ropes) -> KV:
     """Put a segment into storage as if its token 0 had been written at `birth`; one rotation.
 
     Args:
@@ -80,12 +85,12 @@ def place(kv: KV, segment: Segment, slots: Int[Array, " tokens"], birth: int | I
       segment: what to write.
       slots: int32, where each token goes; those of padding are passed over.
       birth: RoPE position of token 0.
-      rope: of the model.
+      rope: of the model, or of each layer.
     """
     slots = jnp.where(segment.valid, slots, kv.slots)
-    there = turn(rope, birth, segment.k.shape[-1])
-    return KV(k=tuple(write_layer(old, slots, turned(new, there))
-                      for old, new in zip(kv.k, segment.k, strict=True)),
+    there = turns(rope, birth, len(kv.k), segment.k.shape[-1])
+    return KV(k=tuple(write_layer(old, slots, turned(new, by))
+                      for old, new, by in zip(kv.k, segment.k, there, strict=True)),
               v=tuple(write_layer(old, slots, new)
                       for old, new in zip(kv.v, segment.v, strict=True)))
 
@@ -116,6 +121,14 @@ def turn(rope: Rope, position: int | Int[Array, ""], head_dim: int) -> Float[Arr
     A product with it is several times as fast on CPUs as the rotation of each pair of numbers.
     """
     return rope.rotation(jnp.full(1, position, jnp.int32))(jnp.eye(head_dim)[None])[0]
+
+
+def turns(rope: Ropes, position: int | Int[Array, ""], layers: int,
+          head_dim: int) -> list[Float[Array, "dim dim"]]:
+    """`turn` for each layer."""
+    ropes = [rope] * layers if isinstance(rope, Rope) else rope
+    made = {one: turn(one, position, head_dim) for one in dict.fromkeys(ropes)}
+    return [made[one] for one in ropes]
 
 
 def turned(x: Float[Array, "n heads dim"],

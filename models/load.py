@@ -38,14 +38,14 @@ class LoadedModel:
         """The type of the activations, and of the weights that are not quantised."""
         return self.params["norm"]["weight"].dtype
 
-
     @property
     def fingerprint(self) -> dict[str, str | int]:
         """What KV depends on: the model, how text becomes tokens, and the form of a token's KV."""
         config = self.config
+        ropes = config.rope if config.window_rope is None else (config.rope, config.window_rope)
         return {"weights": fingerprint_of_arrays(self.params),
                 "tokenizer": self.tokenizer.fingerprint, "chat_template": self.chat.fingerprint,
-                "rope": hashlib.sha256(repr(config.rope).encode()).hexdigest(),
+                "rope": hashlib.sha256(repr(ropes).encode()).hexdigest(),
                 "layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
 
 

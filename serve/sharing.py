@@ -140,7 +140,7 @@ class Sharing:
                                  consumers=1, anchors=0, tokens=1, following=0,
                                  projection=settings.projection)
         self._empty = jax.eval_shape(make)
-        options, rope = self.options, config.rope
+        options, rope = self.options, tuple(map(config.rope_of, range(config.layers)))
 
         def estimate(kv: KV, weights, sources, targets, births, first):
             kv, moved = anchors.correct(kv, weights, sources, targets, births, first, rope)

@@ -259,6 +259,7 @@ def test_a_text_in_parts_is_the_text_whole():
     (jnp.float32, 1e-5), (jnp.bfloat16, 2**-7), (jnp.uint16, 2**-7)])
 def test_correcting_in_storage_is_read_estimate_apply_and_place(projection, dtype, tolerance):
     rope, stored = Rope.yarn(HEAD_DIM, 1e4, factor=4.0, original_context=64), text(77, 60, 60)
+    rope = (Rope.default(HEAD_DIM, 100.0), rope, Rope.default(HEAD_DIM // 2))  # of three layers
     kv = KV.zeros(LAYERS, 60, HEADS, HEAD_DIM, dtype)
     kv = KV(*(tuple(storage.write_layer(old, jnp.arange(60), new)
                             for old, new in zip(olds, news, strict=True))
