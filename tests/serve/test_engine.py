@@ -142,9 +142,13 @@ def engine(small):
 
 @pytest.fixture(scope="module")
 def cold(model):
+    return answers_of_the_library(model)
+
+
+def answers_of_the_library(model, size=32, capacity=192):
     """Answers by the library's verbs, one event after the other; nothing is ever found again."""
-    network = Llama(CONFIG, jnp.float32)
-    size, capacity = 32, 192
+    config = model.config
+    network = Llama(config, jnp.float32)
 
     @jax.jit
     def step(cache, tokens, count):
@@ -164,7 +168,7 @@ def cold(model):
 
     @functools.cache
     def answer(request):
-        cache = kvfunc.init(CONFIG.layers, capacity, CONFIG.kv_heads, CONFIG.head_dim, jnp.float32)
+        cache = kvfunc.init(config.layers, capacity, config.kv_heads, config.head_dim, jnp.float32)
         at = 0
         for event in (*request.events, Repos(len(request.tokens))):
             while at < event.at:
@@ -232,14 +236,14 @@ def assert_nothing_leaks(engine):
     assert len({s.lane for s in scheduler.running}) == len(scheduler.running)
 
 
-def assert_same(answer, expected):
+def assert_same(answer, expected, tolerance=TOLERANCE):
     """Equal tokens and log-probabilities; an answer may be cut short for lack of slots."""
     for got, want in zip(answer, expected, strict=False):
         (_, first), (_, second), *_ = want.top
         assert first - second > GAP, "no clear winner: choose another prompt"
         assert got.id == want.id
         np.testing.assert_allclose([p for _, p in got.top], [p for _, p in want.top], rtol=0,
-                                   atol=TOLERANCE)
+                                   atol=tolerance)
 
 
 def usage_of(prompt, cached=0, repos=0, skipped=0):
