@@ -156,7 +156,8 @@ class Marked:
 
     SIGNS: ClassVar[tuple[str, ...]]  # in the source of a template: its model writes so
     MARKERS: ClassVar[tuple[str, ...]]  # that may be control tokens
-    OPENINGS: ClassVar[tuple[str, ...]]  # what a block may begin with
+    OPENING: ClassVar[str]  # of a block
+    LEAD: ClassVar[str] = ""  # goes with the opening where it stands before it
     SHORT_IDS: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -179,43 +180,39 @@ class Marked:
     def _read(self, last: bool) -> list[Event]:
         events: list[Event] = []
         while self._held:
-            if self._after_call and not self._skip_space(last):
-                break
-            places = [(place, -len(opening)) for opening in self.OPENINGS
-                      if (place := self._held.find(opening)) >= 0]
-            if not places:
-                keep = 0 if last else claimed(self._held, self.OPENINGS)
+            space = len(self._held) - len(self._held.lstrip()) if self._after_call else 0
+            mark = self._held.find(self.OPENING, space)
+            if self._after_call and mark != space:
+                if self.OPENING.startswith(self._held[space:]) and not last:
+                    break
+                if space == len(self._held):
+                    self._held = ""
+                self._after_call = False
+                continue
+            if mark < 0:
+                keep = 0 if last else claimed(self._held, (self.OPENING, self.LEAD + self.OPENING))
                 events += self._content(len(self._held) - keep)
                 break
-            start, length = min(places)
-            events += self._content(start)
+            if not self._after_call:
+                start = mark - len(self.LEAD) * self._held[:mark].endswith(self.LEAD)
+                events += self._content(start)
+                mark -= start
             try:
-                found = self._block(self._held, -length)
+                found = self._block(self._held, mark + len(self.OPENING))
             except More:
                 found = None
+                self._is_open = not last
                 if not last:
-                    self._is_open = True
                     break
-            self._is_open = False
+            self._is_open, self._after_call = False, found is not None
             if found is None:
-                events += self._content(-length)
+                events += self._content(mark + len(self.OPENING))
                 continue
             calls, stop = found
             for call in calls:
                 events += self._calls.events(call)
-            self._held, self._after_call = self._held[stop:], True
+            self._held = self._held[stop:]
         return events
-
-    def _skip_space(self, last: bool) -> bool:
-        """Leave out the space behind a call if only calls follow; whether that is known."""
-        text = self._held.lstrip()
-        openings = [opening.lstrip() for opening in self.OPENINGS]
-        if (not text and last) or text.startswith(tuple(openings)):
-            self._held = text
-        elif not last and any(opening.startswith(text) for opening in openings):
-            return False
-        self._after_call = False
-        return True
 
     def _content(self, length: int) -> list[Event]:
         text, self._held = self._held[:length], self._held[length:]
@@ -231,14 +228,11 @@ class Marked:
 
 
 class Hermes(Marked):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, also of Qwen2.5 and Qwen3.
-
-    A newline before the block goes with its marker.
-    """
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, also of Qwen2.5 and Qwen3."""
 
     SIGNS = ("<tool_call>",)
     MARKERS = ("<tool_call>", "</tool_call>")
-    OPENINGS = ("<tool_call>", "\n<tool_call>")
+    OPENING, LEAD = "<tool_call>", "\n"
 
     def _block(self, text: str, at: int) -> tuple[Sequence[Call], int] | None:
         start = skip_space(text, at)
@@ -262,7 +256,7 @@ class Mistral(Marked):
 
     SIGNS = ("[TOOL_CALLS]",)
     MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    OPENINGS = ("[TOOL_CALLS]",)
+    OPENING = "[TOOL_CALLS]"
     SHORT_IDS = True
     _HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*")
 

@@ -21,8 +21,8 @@ class _Message(NamedTuple):
 class Harmony:
     """GPT-OSS: messages of a header, which names a channel and perhaps a function, and a body.
 
-    Reasoning is what comes on the channel `analysis`. A message to something else than a function
-    is given back as it is.
+    Reasoning is what comes on the channel `analysis`. A message to something else than a function,
+    or with a header of another form, is given back as it is.
 
     Args:
       with_calls: whether messages to functions are calls.
@@ -32,8 +32,12 @@ class Harmony:
                "<|return|>")
     _BEGINNINGS = ("<|start|>", "<|channel|>", "to=")  # of a header; the first begins in the prompt
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a body
-    _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-    _FUNCTION = re.compile(r"functions\.([^\s<]+)")
+    _ROLE, _TO = r"\s*(?:<\|start\|>(?:assistant)?)?", r"(?:\s*to=([^\s<]+))?\s*"
+    _CHANNEL = r"(?:<\|channel\|>(analysis|commentary|final)?)?"
+    _FORM = r"(?:<\|constrain\|>[a-z]+|json|code)?\s*"
+    _HEADER = re.compile(_ROLE + _TO + _CHANNEL + _TO + _FORM + r"<\|message\|>")
+    _BROKEN_OFF = re.compile(_ROLE + r"\s*" + _CHANNEL + r"\s*")  # nothing but markers
+    _FUNCTION = re.compile(r"functions\.(.+)")
 
     def __init__(self, with_calls: bool):
         self._with_calls = with_calls
@@ -53,16 +57,10 @@ class Harmony:
     def _read(self, last: bool) -> list[Event]:
         events: list[Event] = []
         while self._held or (last and self._message):
-            if self._message is None:
-                begun = self._begin(last)
-                if begun is None:
-                    break
-                events += begun
-            else:
-                body = self._body(last)
-                if body is None:
-                    break
-                events += body
+            found = self._begin(last) if self._message is None else self._body(last)
+            if found is None:
+                break
+            events += found
         return events
 
     def _begin(self, last: bool) -> list[Event] | None:
@@ -81,15 +79,17 @@ class Harmony:
             if not last:
                 return None
             self._held = ""
-            return [Content(header)]
+            return [] if self._BROKEN_OFF.fullmatch(header) else [Content(header)]
         header, self._held = header + mark, behind
-        to = self._RECIPIENT.search(header)
-        function = to and self._with_calls and self._FUNCTION.fullmatch(to[1])
-        if to and not function:
+        found = self._HEADER.fullmatch(header)
+        to = found and (found[1] or found[3])
+        function = to and self._with_calls and self._FUNCTION.fullmatch(to)
+        if found is None or (to and not function):
             self._message = _Message(header, None, Content, is_raw=True)
             return [Content(header)]
-        made = Reasoning if "<|channel|>analysis" in header and not to else Content
-        self._message = _Message(header, function[1] if function else None, made)
+        name = function[1] if function else None
+        is_thought = found[2] == "analysis" and not name
+        self._message = _Message(header, name, Reasoning if is_thought else Content)
         return []
 
     def _body(self, last: bool) -> list[Event] | None:
