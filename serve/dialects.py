@@ -165,6 +165,7 @@ class Marked:
         self._held = ""
         self._is_open = False  # what is held begins a block
         self._after_call = False
+        self._searched: tuple[int, int] | None = None  # how far the block's end was looked for
 
     def push(self, text: str) -> list[Event]:
         """What became certain with this text."""
@@ -205,6 +206,7 @@ class Marked:
                 if not last:
                     break
             self._is_open, self._after_call = False, found is not None
+            self._searched = None
             if found is None:
                 events += self._content(mark + len(self.OPENING))
                 continue
@@ -213,6 +215,22 @@ class Marked:
                 events += self._calls.events(call)
             self._held = self._held[stop:]
         return events
+
+    def _closed(self, text: str, at: int, bracket: str) -> int | None:
+        """Behind what the bracket at this place opens; None if there is none.
+
+        Raises:
+          More: if it is not closed yet.
+        """
+        if at >= len(text):
+            raise More
+        if text[at] != bracket:
+            return None
+        self._searched = closing(text, *(self._searched or (at, 0)))
+        stop, depth = self._searched
+        if depth:
+            raise More
+        return stop
 
     def _content(self, length: int) -> list[Event]:
         text, self._held = self._held[:length], self._held[length:]
@@ -236,16 +254,14 @@ class Hermes(Marked):
 
     def _block(self, text: str, at: int) -> tuple[Sequence[Call], int] | None:
         start = skip_space(text, at)
-        stop = _closed(text, start, "{")
-        call = stop and read_call(text[start:stop])
-        if not call:
+        stop = self._closed(text, start, "{")
+        if stop is None:
             return None
         tag, end = "</tool_call>", skip_space(text, stop)
-        if text.startswith(tag, end):
-            return [call], end + len(tag)
-        if tag.startswith(text[end:]):
+        if tag != text[end:] and tag.startswith(text[end:]):
             raise More
-        return None
+        call = read_call(text[start:stop]) if text.startswith(tag, end) else None
+        return call and ([call], end + len(tag))
 
 
 class Mistral(Marked):
@@ -263,7 +279,7 @@ class Mistral(Marked):
     def _block(self, text: str, at: int) -> tuple[Sequence[Call], int] | None:
         start = skip_space(text, at)
         if text[start:start + 1] == "[":
-            stop = _closed(text, start, "[")
+            stop = self._closed(text, start, "[")
             calls = read_calls(text[start:stop])
             return calls and (calls, stop)
         start = text.find("{", at, at + LONGEST_NAME)
@@ -272,7 +288,7 @@ class Mistral(Marked):
                 raise More
             return None
         head = self._HEAD.fullmatch(text, at, start)
-        stop = head and _closed(text, start, "{")
+        stop = head and self._closed(text, start, "{")
         if not stop or not is_object(text[start:stop]):
             return None
         return [Call(head[1], text[start:stop], head[2])], stop
@@ -311,19 +327,5 @@ class Llama(Marked):
             raise More
         if text.startswith(tag, start):
             start = skip_space(text, start + len(tag))
-        stop = _closed(text, start, "{")
+        stop = self._closed(text, start, "{")
         return read_call(text[start:stop]) if stop and not text[stop:].strip() else None
-
-
-def _closed(text: str, at: int, bracket: str) -> int | None:
-    """Behind what the bracket at this place opens; None if there is none.
-
-    Raises:
-      More: if it is not closed yet.
-    """
-    if text[at:at + 1] not in ("", bracket):
-        return None
-    stop = closing(text, at)
-    if stop is None:
-        raise More
-    return stop

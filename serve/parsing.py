@@ -112,8 +112,8 @@ def read_calls(text: str) -> list[Call] | None:
     if text[-1] != "]":
         return None
     while at < len(text) - 1:
-        stop = closing(text, at) if text[at] == "{" else None
-        call = None if stop is None else read_call(text[at:stop])
+        stop, _ = closing(text, at)
+        call = read_call(text[at:stop])
         if call is None:
             return None
         calls.append(call)
@@ -135,19 +135,22 @@ def is_object(text: str) -> bool:
         return False
 
 
-def closing(text: str, at: int) -> int | None:
-    """Behind the bracket that closes the one at `at`; None if that has not come."""
-    depth = 0
+def closing(text: str, at: int, depth: int = 0) -> tuple[int, int]:
+    """Behind the bracket that closes the one at `at`, and 0.
+
+    Where that has not come: from where to search on when it may have, and how deep it is there.
+    """
     for found in _STRUCTURE.finditer(text, at):
         mark = found[0]
         if mark[0] == '"':
             if not found[1]:
-                return None  # within a string
+                return found.start(), depth  # a string that has no end
         else:
             depth += 1 if mark in "{[" else -1
             if depth == 0:
-                return found.end()
-    return None
+                return found.end(), 0
+        at = found.end()
+    return at, depth
 
 
 def skip_space(text: str, at: int) -> int:

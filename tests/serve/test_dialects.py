@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfunc.models.chat import ChatTemplate
@@ -147,6 +147,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+@settings(deadline=None)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=8), data=st.data())
 def test_how_the_text_is_cut_makes_no_difference(dialect, parts, data):
     text = "".join(parts)
@@ -171,6 +172,7 @@ def is_subsequence(short, long):
 
 
 @pytest.mark.parametrize("dialect", MARKERS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_nothing_is_lost_but_markers(dialect, data):
     """Every letter comes out, in order within its field, if no marker has it."""
@@ -188,6 +190,7 @@ def test_nothing_is_lost_but_markers(dialect, data):
         assert content == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.text("a\n <", max_size=3),
                           st.sampled_from([WEATHER, "{}", '{"a": {"b": [{}]}}']))),
        st.text("a\n ", max_size=3))
@@ -213,6 +216,18 @@ def test_content_is_given_out_as_soon_as_it_cannot_be_a_marker():
     reader = Llama()
     assert [reader.push(piece) for piece in (" ", "a", "{")] == [
         [], [Content(" a")], [Content("{")]]
+
+
+def test_a_long_call_is_given_out_with_its_last_character():
+    arguments = json.dumps({"a": ["}>]" * 100, {"b": "é" * 500}]})
+    for make, text in [
+            (Hermes, f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'),
+            (Mistral, f'[TOOL_CALLS][{{"name": "f", "arguments": {arguments}}}]'),
+            (Mistral, f"[TOOL_CALLS]f[ARGS]{arguments}"),
+            (lambda: Harmony(True), f"{CHANNEL}{arguments}<|call|>")]:
+        reader = make()
+        assert not any(reader.push(char) for char in text[:-1])
+        assert reader.push(text[-1])[1:] == [CallArguments(0, arguments)]
 
 
 def test_a_call_has_the_models_id_or_one_of_its_own():
