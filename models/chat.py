@@ -87,6 +87,7 @@ class ChatTemplate:
       eos_token: text that the template may print as `eos_token`.
 
     Attributes:
+      source: the template.
       fingerprint: a hash of the source.
       thinking: the tags around a model's thinking: those that the template's source names, or
         else `<think>` and `</think>`.
@@ -100,6 +101,7 @@ class ChatTemplate:
     ):
         self._tokenizer = tokenizer
         self.fingerprint = hashlib.sha256(source.encode()).hexdigest()
+        self.source = source
         self._constants = {"bos_token": bos_token, "eos_token": eos_token}
         plain = _prepared(sandbox.ImmutableSandboxedEnvironment)
         traced = _prepared(OwnershipEnvironment)

@@ -262,6 +262,16 @@ class _Mark(str):
         return self
 
 
+def _take_calls(body: _Body, runs: list[tuple[int, Tag | None]]) -> None:
+    """Give a round's message what the round prints of other messages' calls alone (rule 3)."""
+    for owner in body.owners - {body.message, NOBODY}:
+        its = [i for i in range(body.start, len(runs)) if runs[i][1] and runs[i][1].owner == owner]
+        if {runs[i][1].field for i in its} - {""} == {"tool_calls"}:
+            body.owners.remove(owner)
+            for i in its:
+                runs[i] = (runs[i][0], Tag(body.message))
+
+
 def _gathered(parts: Iterable[str]) -> Text:
     """The printed pieces as one text, in which every body has given its verdict."""
     texts: list[str] = []
@@ -271,6 +281,8 @@ def _gathered(parts: Iterable[str]) -> Text:
     def close() -> None:
         body, outer = open_bodies.pop(), open_bodies[-1]
         tag = body.verdict()
+        if body.message is not None:
+            _take_calls(body, runs)
         if body.generation:
             tag, body.untagged = Tag(GENERATION), [
                 i for i in range(body.start, len(runs))

@@ -53,15 +53,27 @@ _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # in the vocabularies of SentencePi
 
 
 class TextStream:
-    """Text from tokens as they come, never half a character."""
+    """Text from tokens as they come, never half a character.
 
-    def __init__(self, backend: tokenizers.Tokenizer):
+    Args:
+      backend: whose tokens they are.
+      shown: control tokens whose text is given out; that of the others is left out.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, shown: Iterable[str] = ()):
         self._backend = backend
-        self._stream = decoders.DecodeStream(skip_special_tokens=True)
+        shown = frozenset(shown)
+        self._skips = not shown  # leaving them out is the backend's business
+        self._hidden = frozenset() if self._skips else frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special and token.content not in shown)
+        self._stream = decoders.DecodeStream(skip_special_tokens=self._skips)
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; empty while a character is incomplete."""
+        if token_id in self._hidden:
+            return ""
         self._held.append(token_id)
         text = self._stream.step(self._backend, token_id)
         if text is None:
@@ -71,7 +83,7 @@ class TextStream:
 
     def flush(self) -> str:
         """What was held back, at the stream's end: bytes that are no character become U+FFFD."""
-        text = self._backend.decode(self._held, skip_special_tokens=True)
+        text = self._backend.decode(self._held, skip_special_tokens=self._skips)
         self._held.clear()
         return text
 
@@ -218,9 +230,13 @@ class Tokenizer:
         byte = _ONE_BYTE.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
-    def stream(self) -> TextStream:
-        """A decoder for tokens that come one by one."""
-        return TextStream(self._backend)
+    def stream(self, shown: Iterable[str] = ()) -> TextStream:
+        """A decoder for tokens that come one by one.
+
+        Args:
+          shown: control tokens whose text is not left out.
+        """
+        return TextStream(self._backend, shown)
 
     @functools.cached_property
     def _added_text(self) -> dict[int, str]:

@@ -17,11 +17,12 @@ from .text import Decoder, Piece, TextStream
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """One answer that a request asks for: a job, and the texts that end it."""
+    """One answer that a request asks for: a job, the texts that end it, and what is shown."""
 
     job: Job
     stop: tuple[str, ...] = ()
     has_own_prompt: bool = True  # whether no choice before it has the same prompt
+    shown: tuple[str, ...] = ()  # control tokens whose text is part of the answer's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,8 @@ async def answer(engine: Engine, choices: Sequence[Choice], record: RequestRecor
     try:
         for index, choice in enumerate(choices):
             generation = engine.submit(choice.job, functools.partial(deliver, index))
-            growing[index] = _Growing(index, generation, choice, engine.tokenizer.stream())
+            decoder = engine.tokenizer.stream(choice.shown)
+            growing[index] = _Growing(index, generation, choice, decoder)
             record.submitted(generation, choice.has_own_prompt)
         while growing:
             came = await arrived.get()

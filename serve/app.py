@@ -134,12 +134,13 @@ class _Api:
     @_guarded
     async def chat_completions(self, request: Request) -> Response:
         body = await _json_body(request)
-        asked, choices, warnings, plan = await run_sync(self._prepare.chat, body)
-        if plan is not None:
-            return JSONResponse(plan)
+        prepared = await run_sync(self._prepare.chat, body)
+        if prepared.plan is not None:
+            return JSONResponse(prepared.plan)
+        asked = prepared.asked
         reply = ChatReply(self._engine.name, self._engine.tokenizer, asked.logprobs or False,
-                          asked.choices)
-        return await self._respond(request, asked, choices, reply, warnings)
+                          asked.choices, prepared.reading)
+        return await self._respond(request, asked, prepared.choices, reply, prepared.warnings)
 
     @_guarded
     async def completions(self, request: Request) -> Response:

@@ -14,6 +14,7 @@ from kvfunc.policies import Part, Schedule
 from . import events as message_events
 from . import protocol
 from .answer import Choice
+from .dialects import Reading, reading
 from .drops import hidden
 from .engine import Engine
 from .errors import ApiError, invalid
@@ -36,6 +37,7 @@ class PreparedChat(NamedTuple):
     choices: list[Choice]
     warnings: list[str]
     plan: dict[str, Any] | None  # the whole answer, where it was asked for
+    reading: Reading | None  # how the answers are read; None where all of them is content
 
 
 class Preparation:
@@ -93,14 +95,16 @@ class Preparation:
         if shares and (events or thinking):
             shares = []
             warnings.append(NOT_SHARED)
-        choices = self._choices(asked, rendered.tokens, events, "messages", thinking, shares)
+        read = reading(self._template, rendered.text, asked.takes_calls)
+        choices = self._choices(asked, rendered.tokens, events, "messages", thinking, shares,
+                                read.markers if read else ())
         plan = None
         if asked.explain:
             job = choices[0].job
             described = self._engine.plan(job)
             plan = {"model": self._engine.name, **message_events.describe(
                 described, job.history, messages, rendered.owner, warnings)}
-        return PreparedChat(asked, choices, warnings, plan)
+        return PreparedChat(asked, choices, warnings, plan, read)
 
     def _events(self, asked: ChatRequest, schedule: Schedule, rendered: Rendered) -> tuple[
             list[Event], Thinking | None]:
@@ -163,7 +167,7 @@ class Preparation:
 
     def _choices(self, asked: protocol.Request, tokens: np.ndarray, events: list[Event],
                  param: str, thinking: Thinking | None = None,
-                 shares: Sequence[Share] = ()) -> list[Choice]:
+                 shares: Sequence[Share] = (), shown: tuple[str, ...] = ()) -> list[Choice]:
         if not len(tokens):
             raise ApiError(f"{param} has no tokens: give some text", param=param,
                            code="invalid_value")
@@ -175,7 +179,7 @@ class Preparation:
         room = self._engine.max_new_tokens(history)
         limit = min(asked.token_limit or room, room)
         return [Choice(Job(tokens, history, asked.salt, limit, sampling, thinking, tuple(shares)),
-                       asked.stop_strings, has_own_prompt=place == 0)
+                       asked.stop_strings, has_own_prompt=place == 0, shown=shown)
                 for place, sampling in enumerate(asked.samplings(self._engine.tokenizer.stop_ids))]
 
 

@@ -202,6 +202,7 @@ class ChatRequest(Request):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None  # others are refused before
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -250,6 +251,11 @@ class ChatRequest(Request):
                     found[Part(index, (at, at + len(part.text)))] = part.cache.share
                 at += len(part.text)
         return found
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def drops_thinking(self) -> bool:

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from .answer import Step
+from .dialects import Plain, Reading
 from .interface import Token
-from .text import Piece, Placed
+from .parsing import CallArguments, CallStart, Content, Event, Reader, Reasoning
+from .text import Placed
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -48,22 +50,26 @@ class Reply:
                 "usage": self.usage(steps), **self.cache(steps), **_warned(warnings)}
 
     def _choice(self, steps: Sequence[Step]) -> Json:
-        whole = Piece("".join(step.piece.text for step in steps),
-                      tuple(token for step in steps for token in step.piece.tokens))
-        return {"index": steps[-1].choice, **self._content(whole),
-                "logprobs": self._logprobs(whole.tokens),
-                "finish_reason": steps[-1].finish_reason}
+        last = steps[-1]
+        content = self._content(last.choice, "".join(step.piece.text for step in steps))
+        tokens = [token for step in steps for token in step.piece.tokens]
+        return {"index": last.choice, **content, "logprobs": self._logprobs(tokens),
+                "finish_reason": self._finish_reason(last)}
 
     def chunks(self, step: Step, first: bool) -> list[list[Json]]:
         """The chunks' `choices` for one step: any number, the last with the finish reason."""
         made = []
         if first:
             made += self._opening()
-        if step.piece.text or (self._wants_logprobs and step.piece.tokens):
-            made.append({**self._delta(step.piece.text),
-                         "logprobs": self._logprobs(step.piece.tokens), "finish_reason": None})
+        deltas = self._deltas(step)
+        if not deltas and self._wants_logprobs and step.piece.tokens:
+            deltas = [self._delta("")]
+        for place, delta in enumerate(deltas):
+            logprobs = self._logprobs(step.piece.tokens) if place == 0 else None
+            made.append({**delta, "logprobs": logprobs, "finish_reason": None})
         if step.finish_reason:
-            made.append({**self._delta(""), "logprobs": None, "finish_reason": step.finish_reason})
+            made.append({**self._delta(""), "logprobs": None,
+                         "finish_reason": self._finish_reason(step)})
         return [[{"index": step.choice, **choice}] for choice in made]
 
     def chunk(self, choices: list[Json], **more: Any) -> Json:
@@ -101,8 +107,14 @@ class Reply:
     def _opening(self) -> list[Json]:
         raise NotImplementedError
 
-    def _content(self, piece: Piece) -> Json:
+    def _content(self, choice: int, text: str) -> Json:
         raise NotImplementedError
+
+    def _deltas(self, step: Step) -> list[Json]:
+        return [self._delta(step.piece.text)] if step.piece.text else []
+
+    def _finish_reason(self, step: Step) -> str | None:
+        return step.finish_reason
 
     def _delta(self, text: str) -> Json:
         raise NotImplementedError
@@ -115,16 +127,59 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """An answer of /v1/chat/completions."""
+    """An answer of /v1/chat/completions.
+
+    Args:
+      model: its name.
+      tokenizer: gives the text of single tokens.
+      logprobs: whether log-probabilities were asked for.
+      choices: how many there are.
+      reading: how their text is read; None where all of it is content.
+    """
 
     PREFIX, WHOLE, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool, choices: int = 1,
+                 reading: Reading | None = None):
+        super().__init__(model, tokenizer, logprobs, choices)
+        make = reading.reader if reading else Plain
+        self._readers: dict[int, Reader] = collections.defaultdict(make)
+        self._calling: set[int] = set()  # choices that have called a tool
 
     def _opening(self) -> list[Json]:
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None,
                  "finish_reason": None}]
 
-    def _content(self, piece: Piece) -> Json:
-        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+    def _content(self, choice: int, text: str) -> Json:
+        events = self._read(choice, text, last=True)
+        content, reasoning = ("".join(event.text for event in events if isinstance(event, kind))
+                              for kind in (Content, Reasoning))
+        calls: list[Json] = []
+        for event in events:
+            if isinstance(event, CallStart):
+                calls.append({"id": event.id, "type": "function",
+                              "function": {"name": event.name, "arguments": ""}})
+            elif isinstance(event, CallArguments):
+                calls[event.index]["function"]["arguments"] += event.text
+        return {"message": {
+            "role": "assistant", "content": content or (None if calls else ""), "refusal": None,
+            **({"reasoning_content": reasoning} if reasoning else {}),
+            **({"tool_calls": calls} if calls else {})}}
+
+    def _deltas(self, step: Step) -> list[Json]:
+        events = self._read(step.choice, step.piece.text, bool(step.finish_reason))
+        return [{"delta": _delta_of(event)} for event in events]
+
+    def _read(self, choice: int, text: str, last: bool) -> list[Event]:
+        reader = self._readers[choice]
+        events = [*reader.push(text), *(reader.end() if last else ())]
+        if any(isinstance(event, CallStart) for event in events):
+            self._calling.add(choice)
+        return events
+
+    def _finish_reason(self, step: Step) -> str | None:
+        called = step.finish_reason == "stop" and step.choice in self._calling
+        return "tool_calls" if called else step.finish_reason
 
     def _delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
@@ -152,8 +207,8 @@ class CompletionReply(Reply):
     def _opening(self) -> list[Json]:
         return []
 
-    def _content(self, piece: Piece) -> Json:
-        return {"text": piece.text}
+    def _content(self, choice: int, text: str) -> Json:
+        return {"text": text}
 
     def _delta(self, text: str) -> Json:
         return {"text": text}
@@ -170,6 +225,19 @@ class CompletionReply(Reply):
     def _top(self, token: Token) -> dict[str, float]:
         return {self._text(token_id): _finite(logprob)
                 for token_id, logprob in (*token.top, (token.id, token.logprob))}
+
+
+def _delta_of(event: Event) -> Json:
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart(index, call_id, name):
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function",
+                                    "function": {"name": name, "arguments": ""}}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 def _warned(warnings: Sequence[str]) -> Json:

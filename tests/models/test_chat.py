@@ -271,10 +271,67 @@ def test_llama3_1_builtin_tools_are_nobodys_and_their_calls_are_the_messages():
            "<|eom_id|>")
 
 
+NAMED_CALL = {**CALL, "reasoning_content": "1+2",
+              "tool_calls": [{**CALL["tool_calls"][0], "id": "123456789"}]}
+NAMED_RESULT = {**RESULT, "tool_call_id": "123456789"}
+TOOL_JSON = '{"type": "function", "function": {"name": "add", "parameters": {"n": "int"}}}'
+AVAILABLE = (NOBODY, f"[AVAILABLE_TOOLS][{TOOL_JSON}][/AVAILABLE_TOOLS]")
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("mistral-v7", [
+        (NOBODY, "<bos>"), (0, "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]"), (1, "[INST]Hi[/INST]"),
+        (2, '[TOOL_CALLS][{"name": "add", "arguments": {"n": 2}, "id": "123456789"}]<eos>'),
+        (3, "[TOOL_RESULTS]123456789[TOOL_CONTENT]3[/TOOL_RESULTS]"), (4, "It is 3.<eos>"),
+        AVAILABLE, (5, "[INST]Hi[/INST]")]),
+    ("mistral-v13", [
+        (NOBODY, "<bos>"), (0, "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]"), AVAILABLE,
+        (1, "[INST]Hi[/INST]"), (2, '[THINK]1+2[/THINK][TOOL_CALLS]add[ARGS]{"n": 2}<eos>'),
+        (3, "[TOOL_RESULTS]3[/TOOL_RESULTS]"), (4, "It is 3.<eos>"), (5, "[INST]Hi[/INST]")]),
+    ("gpt-oss", [
+        (NOBODY, "<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: analysis, "
+                 "commentary, final.\nCalls go to the commentary channel: functions.<|end|>"
+                 "<|start|>developer<|message|>"),
+        (0, "# Instructions\n\nBe brief.\n\n"),
+        (NOBODY, "# Tools\n\n## functions\n\nnamespace functions {\n\n"
+                 'type add = (_: {"n": "int"}) => any;\n\n} // namespace functions<|end|>'),
+        (1, "<|start|>user<|message|>Hi<|end|>"),
+        (2, "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+            '{"n": 2}<|call|>'),
+        (3, '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>'),
+        (4, "<|start|>assistant<|channel|>final<|message|>It is 3.<|end|>"),
+        (5, "<|start|>user<|message|>Hi<|end|>"), (6, "<|start|>assistant")]),
+])
+def test_tools_calls_and_results_of_other_families(name, expected):
+    rendered = chars(stored(name)).render(
+        [SYSTEM, USER, NAMED_CALL, NAMED_RESULT, ANSWER, USER], tools=[TOOL])
+    assert owned(rendered) == expected
+    assert rendered.monotonic
+    assert rendered.warnings == ()
+
+
+def test_gemma3_has_no_tools_and_says_so():
+    template = chars(stored("gemma3"))
+    rendered = template.render([SYSTEM, USER, ANSWER, USER], tools=[TOOL])
+    assert owned(rendered) == [
+        (NOBODY, "<bos>"), (0, "<start_of_turn>user\nBe brief.\n\n"), (1, "Hi<end_of_turn>\n"),
+        (2, "<start_of_turn>model\nIt is 3.<end_of_turn>\n"),
+        (3, "<start_of_turn>user\nHi<end_of_turn>\n"), (4, "<start_of_turn>model\n")]
+    assert rendered.monotonic
+    assert template.render([USER, CALL, USER]).warnings == (NO_TOOL_CALLS,)
+    with pytest.raises(ValueError, match="must alternate"):
+        template.render([USER, CALL, RESULT])
+
+
 # --- the rules, on small templates
 
 
 @pytest.mark.parametrize(("source", "expected"), [
+    # A header that names another message's call, as of a tool's result.
+    ("{% for m in messages %}{{ '<' + messages[0].tool_calls[0].name }}{{ '>' + m.content }}"
+     "{% endfor %}", [(0, "<f>Be brief."), (1, "<f>Hi")]),
+    ("{% for m in messages %}{{ messages[0].tool_calls[0].name + messages[0].role }}"
+     "{{ m.content }}{% endfor %}", [(0, "fsystemBe brief.fsystem"), (1, "Hi")]),
     # A variable set from a message stays the message's, whatever is done to it on the way.
     ("{% set s = messages[0].content | trim %}{% set rest = messages[1:] %}[{{ s }}]"
      "{% for m in rest %}<{{ m.content.split('i')[0].lower() }}>{% endfor %}",
@@ -327,7 +384,8 @@ def test_llama3_1_builtin_tools_are_nobodys_and_their_calls_are_the_messages():
      [(0, "system"), (2, "<a>")]),
 ])
 def test_rules_of_ownership(source, expected):
-    rendered = chars(source).render([SYSTEM, USER], tools=[{"x": 1}])
+    system = {**SYSTEM, "tool_calls": [{"name": "f"}]}
+    rendered = chars(source).render([system, USER], tools=[{"x": 1}])
     assert owned(rendered) == expected
     assert rendered.monotonic
 
@@ -429,7 +487,8 @@ others = st.one_of(
 histories = st.lists(others, min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "qwen3", "llama3.1"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "qwen3", "llama3.1", "mistral-v7",
+                                  "mistral-v13", "gpt-oss", "gemma3"])
 @settings(deadline=None, max_examples=20)
 @given(messages=histories, tools=st.sampled_from([None, [TOOL]]), header=st.booleans(),
        in_user=st.booleans())

@@ -106,6 +106,15 @@ def test_stream_flushes_what_never_became_a_character(smollm):
     assert stream.flush() == ""
 
 
+def test_stream_shows_the_control_tokens_that_are_asked_for(smollm):
+    ids = smollm.encode("a<|im_start|>é<|im_end|> 😀")
+    for cut, text in [(len(ids), "a<|im_start|>é 😀"), (len(ids) - 1, "a<|im_start|>é \ufffd")]:
+        stream = smollm.stream(["<|im_start|>", "[NO SUCH TOKEN]"])
+        said = [stream.push(i) for i in ids[:cut]]
+        assert said[:2] == ["a", "<|im_start|>"]
+        assert "".join(said) + stream.flush() == text
+
+
 def test_stream_says_nothing_for_control_tokens(smollm):
     stream = smollm.stream()
     assert [stream.push(i) for i in smollm.encode("a<|im_end|> b")] == ["a", "", " b"]

@@ -33,8 +33,8 @@ SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 
             "repetition_penalty": 1.1, "logit_bias": {"5": -1.5}, "min_tokens": 1,
             "stop_token_ids": [7], "stop": ["zz", "yy"], "max_tokens": 4, "ignore_eos": False,
             "stream": True, "stream_options": {"include_usage": True}}
-CHATS = {"tools": [TOOL], "chat_template_kwargs": {"x": 1}, "max_completion_tokens": 4,
-         "logprobs": True, "top_logprobs": 2}
+CHATS = {"tools": [TOOL], "tool_choice": "auto", "chat_template_kwargs": {"x": 1},
+         "max_completion_tokens": 4, "logprobs": True, "top_logprobs": 2}
 PARTS = [1, "0", 2.0, {"message": 1, "text": "look", "occurrence": 2},
          {"message": 2, "part": "thinking"}]
 SELECTED = [{"role": "system", "content": None}, {"role": "user", "content": ["look", "up"]},

@@ -130,8 +130,56 @@ def test_openais_client_reads_warnings_and_dropped_tokens(served, client):
     assert last.warnings == answer.warnings and last.usage == answer.usage
 
 
+ARGUMENTS = '{"of":"K2",  "n": 1.0}'
+THOUGHT_AND_CALLS = (f'<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{{"name": "height", '
+                     f'"arguments": {ARGUMENTS}}}\n</tool_call>\n<tool_call>\n{{"name": "f", '
+                     '"arguments": {}}\n</tool_call><|im_end|>')
+
+
+def test_openais_client_reads_reasoning_and_calls(served, client, monkeypatch):
+    monkeypatch.setattr(served.chat, "source", "{{ '</think><tool_call>' }}")
+    served.engine.say(THOUGHT_AND_CALLS)
+    asked = dict(model="fake", messages=TOOL_TALK, tools=[TOOL])
+    (choice,) = client.chat.completions.create(**asked).choices
+    message = choice.message
+    assert (message.content, message.reasoning_content) == ("I look.", "Hm.")
+    assert choice.finish_reason == "tool_calls"
+    assert [(call.type, call.function.name, call.function.arguments)
+            for call in message.tool_calls] == [
+        ("function", "height", ARGUMENTS), ("function", "f", "{}")]
+    assert len({call.id for call in message.tool_calls}) == 2
+
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        deltas = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Hm."
+    parts = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(part.index, part.function.name) for part in parts if part.id] == [
+        (0, "height"), (1, "f")]
+    assert ["".join(part.function.arguments for part in parts if part.index == index)
+            for index in (0, 1)] == [ARGUMENTS, "{}"]
+
+    answer = client.chat.completions.create(**asked | {"messages": [
+        *TOOL_TALK, message.model_dump(exclude_none=True),
+        *({"role": "tool", "tool_call_id": call.id, "content": "1"}
+          for call in message.tool_calls)]})
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_openais_client_accumulates_streamed_calls(served, client, monkeypatch):
+    monkeypatch.setattr(served.chat, "source", "{{ '<tool_call>' }}")
+    served.engine.say(THOUGHT_AND_CALLS.partition("</think>\n\n")[2])
+    with client.chat.completions.stream(model="fake", messages=TOOL_TALK, tools=[TOOL]) as stream:
+        (choice,) = stream.get_final_completion().choices
+    assert choice.message.content == "I look."
+    assert [call.function.arguments for call in choice.message.tool_calls] == [ARGUMENTS, "{}"]
+    assert choice.finish_reason == "tool_calls"
+
+
 @pytest.mark.parametrize("fields, param, code", [
     ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
+    ({"tool_choice": {"type": "function", "function": {"name": "height"}}}, "tool_choice",
+     "unsupported_value"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing_required_parameter"),
     ({"extra_body": {"cache": {"drop": {"0": [{"message": 0, "text": "x"}]}}}},
