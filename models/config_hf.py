@@ -214,6 +214,7 @@ class Family:
     """One kind of model.
 
     Attributes:
+      models: what they are called.
       architecture: the only entry of `architectures`.
       differs: the fields of `ModelConfig` that are not as in Llama.
       required: fields that the file must have.
@@ -222,6 +223,7 @@ class Family:
       mxfp4: whether experts may be stored in MXFP4.
     """
 
+    models: str
     architecture: str
     differs: Callable[[Json, ModelConfig], dict[str, Any]]
     required: tuple[str, ...] = ("num_key_value_heads", "rope_theta")
@@ -234,15 +236,19 @@ _HEADS = ("num_key_value_heads", "rope_theta", "head_dim")
 _WINDOW = ("num_key_value_heads", "sliding_window")
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", _llama, ()),
-    "mistral": Family("MistralForCausalLM", _mistral, _WINDOW),
-    "qwen2": Family("Qwen2ForCausalLM", _qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", _qwen3, _HEADS),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", _qwen2_moe),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _qwen3_moe, _HEADS),
-    "gpt_oss": Family("GptOssForCausalLM", _gpt_oss, (*_HEADS, "sliding_window"), mxfp4=True),
-    "minimax_m2": Family("MiniMaxM2ForCausalLM", _minimax_m2, _HEADS, rope=_minimax_rope),
-    "phi3": Family("Phi3ForCausalLM", _phi3, _WINDOW),
-    "gemma2": Family("Gemma2ForCausalLM", _gemma2, (*_HEADS, "sliding_window"), tied=True),
-    "gemma3_text": Family("Gemma3ForCausalLM", _gemma3, (*_HEADS, "sliding_window"), tied=True),
+    "llama": Family("Llama 2 and 3, SmolLM2", "LlamaForCausalLM", _llama, ()),
+    "mistral": Family("Mistral", "MistralForCausalLM", _mistral, _WINDOW),
+    "qwen2": Family("Qwen2, Qwen2.5", "Qwen2ForCausalLM", _qwen2),
+    "qwen3": Family("Qwen3", "Qwen3ForCausalLM", _qwen3, _HEADS),
+    "qwen2_moe": Family("Qwen1.5-MoE, Qwen2-MoE", "Qwen2MoeForCausalLM", _qwen2_moe),
+    "qwen3_moe": Family("Qwen3-MoE", "Qwen3MoeForCausalLM", _qwen3_moe, _HEADS),
+    "gpt_oss": Family("GPT-OSS", "GptOssForCausalLM", _gpt_oss, (*_HEADS, "sliding_window"),
+                      mxfp4=True),
+    "minimax_m2": Family("MiniMax-M2", "MiniMaxM2ForCausalLM", _minimax_m2, _HEADS,
+                         rope=_minimax_rope),
+    "phi3": Family("Phi-3-mini-4k", "Phi3ForCausalLM", _phi3, _WINDOW),
+    "gemma2": Family("Gemma 2", "Gemma2ForCausalLM", _gemma2, (*_HEADS, "sliding_window"),
+                     tied=True),
+    "gemma3_text": Family("Gemma 3, text only", "Gemma3ForCausalLM", _gemma3,
+                          (*_HEADS, "sliding_window"), tied=True),
 }
