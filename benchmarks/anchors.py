@@ -326,7 +326,7 @@ WORK = {"ttft": ttft, "scaling": scaling, "reuse": reused, "given": given}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", nargs="*", choices=WORK)
+    parser.add_argument("work", nargs="*", help=f"of {', '.join(WORK)}; none: draw only")
     parser.add_argument("--questions", type=pathlib.Path, required=True, help="GSM8K, JSON lines")
     parser.add_argument("--roles", type=pathlib.Path, default=pathlib.Path("examples/roles.yaml"))
     parser.add_argument("--prefix", type=int, default=512)
@@ -340,6 +340,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few of everything")
     parser.add_argument("--picture", type=pathlib.Path, help="draw what was measured so far there")
     args = parser.parse_args()
+    for name in set(args.work) - WORK.keys():
+        parser.error(f"work must be of {', '.join(WORK)}, got {name!r}")
     if args.quick:
         args.teach, args.repeats, args.counts, args.tasks = 2, 2, (2, 4), 10
     console = Console()
