@@ -145,7 +145,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model. Parameters are never held here.
+    """The model, of whichever family. Parameters are never held here.
 
     Args:
       config: sizes and RoPE.

@@ -14,8 +14,8 @@ from kvfunc.checkpoint import fingerprint_of_arrays
 
 from .chat import ChatTemplate
 from .config import ModelConfig
-from .load_gguf import load_gguf, open_gguf
-from .load_hf import load_hf
+from .load_gguf import inspect_gguf, load_gguf, open_gguf
+from .load_hf import inspect_hf, load_hf
 from .params import Params, Progress
 from .tokenizer import Tokenizer
 
@@ -62,6 +62,23 @@ def embedded_path() -> pathlib.Path:
     return pathlib.Path(spec.submodule_search_locations[0]) / EMBEDDED_FILE
 
 
+def inspect(model: str | pathlib.Path | None = None) -> ModelConfig:
+    """The configuration of a model that `load` can load; no weight is read.
+
+    Raises:
+      ValueError: as `load`, but for tokenizer and chat template, which are not looked at.
+    """
+    path = embedded_path() if model is None else pathlib.Path(model)
+    return inspect_hf(path) if path.is_dir() else inspect_gguf(_file(path))
+
+
+def _file(path: pathlib.Path) -> pathlib.Path:
+    if not path.is_file():
+        raise ValueError(f"model {str(path)!r} is neither a GGUF file nor a folder: "
+                         "check the path, or leave it out for the embedded model")
+    return path
+
+
 def load(model: str | pathlib.Path | None = None, dtype: DTypeLike = jnp.bfloat16,
          progress: Progress | None = None, quantization: str | None = None) -> LoadedModel:
     """Load weights, tokenizer and chat template.
@@ -82,10 +99,7 @@ def load(model: str | pathlib.Path | None = None, dtype: DTypeLike = jnp.bfloat1
         tokenizer = Tokenizer.from_hf(path)
         return LoadedModel(path.resolve().name, config, params, tokenizer,
                            ChatTemplate.from_hf(path, tokenizer))
-    if not path.is_file():
-        raise ValueError(f"model {str(path)!r} is neither a GGUF file nor a folder: "
-                         "check the path, or leave it out for the embedded model")
-    reader = open_gguf(path)
+    reader = open_gguf(_file(path))
     config, params = load_gguf(reader, dtype, progress, quantization)
     tokenizer = Tokenizer.from_gguf(reader)
     name = "SmolLM2-135M-Instruct" if model is None else path.stem

@@ -50,14 +50,7 @@ def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
       ValueError: for another architecture, and for tensors that are missing, unknown, of the wrong
         shape or of a type that cannot be read, by name.
     """
-    reader = path if isinstance(path, gguf.GGUFReader) else open_gguf(path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    factors = tensors.pop(_ROPE_FACTORS, None)
-    config = ModelConfig.from_gguf(
-        _fields(reader), tied=_name(Place(None, "head")) not in tensors,
-        rope_factors=None if factors is None else _dequantize(factors).ravel().tolist())
-    check({place: Source({_name(place): shape}) for place, shape in shapes(config).items()},
-          {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()})
+    config, tensors = _checked(path if isinstance(path, gguf.GGUFReader) else open_gguf(path))
 
     def read(place: Place) -> np.ndarray:
         weight = _dequantize(tensors[_name(place)])
@@ -69,6 +62,26 @@ def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
         return weight
 
     return config, fill(config, _name, read, dtype, progress, quantization)
+
+
+def inspect_gguf(path: str | os.PathLike[str]) -> ModelConfig:
+    """The configuration of a file that `load_gguf` can load; no weight is read.
+
+    Raises:
+      ValueError: as `load_gguf`.
+    """
+    return _checked(open_gguf(path))[0]
+
+
+def _checked(reader: gguf.GGUFReader) -> tuple[ModelConfig, dict[str, gguf.ReaderTensor]]:
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.pop(_ROPE_FACTORS, None)
+    config = ModelConfig.from_gguf(
+        _fields(reader), tied=_name(Place(None, "head")) not in tensors,
+        rope_factors=None if factors is None else _dequantize(factors).ravel().tolist())
+    check({place: Source({_name(place): shape}) for place, shape in shapes(config).items()},
+          {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()})
+    return config, tensors
 
 
 def open_gguf(path: str | os.PathLike[str]) -> gguf.GGUFReader:

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from .config import ModelConfig
 from .config_hf import config_from_hf
 from .names_hf import is_mxfp4, sources_of
-from .params import Params, Place, Progress, check, fill
+from .params import Params, Place, Progress, Source, check, fill
+
+Files = dict[str, Any]  # open safetensors by tensor
 
 _DTYPES = ("BF16", "F16", "F32")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,11 +44,35 @@ def load_hf(directory: str | os.PathLike[str], dtype: Any,
       ValueError: for another architecture, files that are missing or broken, and for tensors that
         are missing, unknown, of the wrong shape or of a type that cannot be read, by name.
     """
-    directory = pathlib.Path(directory)
+    with _opened(pathlib.Path(directory)) as (config, sources, files):
+
+        def read(place: Place) -> np.ndarray:
+            source = sources[place]
+            return source.make(*(files[name].get_tensor(name) for name in source.tensors))
+
+        def name(place: Place) -> str:
+            return next(iter(sources[place].tensors))
+
+        return config, fill(config, name, read, dtype, progress, quantization)
+
+
+def inspect_hf(directory: str | os.PathLike[str]) -> ModelConfig:
+    """The configuration of a folder that `load_hf` can load; no tensor is read.
+
+    Raises:
+      ValueError: as `load_hf`.
+    """
+    with _opened(pathlib.Path(directory)) as (config, _, _):
+        return config
+
+
+@contextlib.contextmanager
+def _opened(directory: pathlib.Path) -> Iterator[tuple[ModelConfig, dict[Place, Source], Files]]:
+    """A folder that has been checked: what of which tensors, and the open file of each."""
     fields = _json(directory / "config.json")
     config = config_from_hf(fields)
     with contextlib.ExitStack() as stack:
-        files = {}
+        files: Files = {}
         for path in _weight_files(directory):
             try:
                 file = stack.enter_context(safe_open(path, framework="numpy"))
@@ -66,15 +93,7 @@ def load_hf(directory: str | os.PathLike[str], dtype: Any,
             stored = file.get_slice(key).get_dtype()
             if stored not in _DTYPES and not (stored == "U8" and is_mxfp4(key)):
                 raise ValueError(f"{key} is stored as {stored}; supported are {', '.join(_DTYPES)}")
-
-        def read(place: Place) -> np.ndarray:
-            source = sources[place]
-            return source.make(*(files[name].get_tensor(name) for name in source.tensors))
-
-        def name(place: Place) -> str:
-            return next(iter(sources[place].tensors))
-
-        return config, fill(config, name, read, dtype, progress, quantization)
+        yield config, sources, files
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:

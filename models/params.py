@@ -5,12 +5,14 @@ Every matrix is stored [out, in]; the rows of Q and K are in half-split RoPE ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kvfunc.quantize import Quantized, quantize
 
@@ -117,6 +119,21 @@ def check(sources: Mapping[Place, Source], found: Mapping[str, tuple[int, ...]])
                              f"{shape}")
 
 
+def size(config: ModelConfig, dtype: DTypeLike, quantization: str | None = None) -> int:
+    """Bytes of the tree that `fill` makes."""
+    each, total = jnp.dtype(dtype).itemsize, 0
+    for place, shape in shapes(config).items():
+        if quantization and _is_matrix(place, shape):
+            total += math.prod(shape) + 4 * math.prod(shape[:-1])  # with one scale a row
+        else:
+            total += math.prod(shape) * (4 if place.module == "correction" else each)
+    return total
+
+
+def _is_matrix(place: Place, shape: tuple[int, ...]) -> bool:
+    return place.leaf == "weight" and len(shape) > 1 and "router" not in place.module
+
+
 def fill(config: ModelConfig, name: Callable[[Place], str], read: Callable[[Place], np.ndarray],
          dtype: Any, progress: Progress | None = None, quantization: str | None = None) -> Params:
     """Make the tree, holding one tensor at a time besides it.
@@ -142,7 +159,7 @@ def fill(config: ModelConfig, name: Callable[[Place], str], read: Callable[[Plac
         parent = params if layer is None else params.setdefault(f"layer_{layer}", {})
         parent, key = (parent.setdefault(module, {}), leaf) if leaf else (parent, module)
         weight = read(place)
-        if quantization and leaf == "weight" and weight.ndim > 1 and "router" not in module:
+        if quantization and _is_matrix(place, weight.shape):
             parent[key] = _rows_to_int8(_array(weight, np.dtype(np.float32)))
         else:  # the correction decides between scores that are close
             parent[key] = _array(weight, np.float32 if module == "correction" else dtype)

@@ -19,7 +19,20 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from .agents_command import agents
-from .commandline import ClientKey, Model, Url, check_model, client_key, fail, read_keys, server
+from .commandline import (
+    ClientKey,
+    Dtype,
+    KvDtype,
+    Model,
+    Quantization,
+    Url,
+    check_model,
+    client_key,
+    fail,
+    read_keys,
+    server,
+)
+from .models_command import models
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -40,33 +53,6 @@ app = typer.Typer(
 )
 
 LAST_WORDS_SECONDS = 5  # for sending what is left when the server ends
-
-
-class Dtype(StrEnum):
-    """Number formats of weights and KV."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Quantization(StrEnum):
-    """Number formats of quantised matrices."""
-
-    int8 = "int8"
-
-
-class KvDtype(StrEnum):
-    """Number formats of KV alone; the last two have a scale for each token and head."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    int8 = "int8"
-    fp8 = "fp8"
-
-    @property
-    def stored(self) -> str:
-        """As JAX calls it."""
-        return "float8_e4m3fn" if self is KvDtype.fp8 else self.value
 
 
 class Attention(StrEnum):
@@ -450,6 +436,7 @@ def replay(
 
 
 app.command()(agents)
+app.command()(models)
 
 
 def main() -> None:

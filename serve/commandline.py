@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -27,6 +28,33 @@ ClientKey = Annotated[
         metavar="KEY", envvar="KVFUNC_API_KEY", help="The server's key; of several, the first."
     ),
 ]
+
+
+class Dtype(StrEnum):
+    """Number formats of weights and KV."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class Quantization(StrEnum):
+    """Number formats of quantised matrices."""
+
+    int8 = "int8"
+
+
+class KvDtype(StrEnum):
+    """Number formats of KV alone; the last two have a scale for each token and head."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    int8 = "int8"
+    fp8 = "fp8"
+
+    @property
+    def stored(self) -> str:
+        """As JAX calls it."""
+        return "float8_e4m3fn" if self is KvDtype.fp8 else self.value
 
 
 def read_keys(given: list[str]) -> list[str]:

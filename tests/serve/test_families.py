@@ -1,4 +1,4 @@
-"""Every family through the engine: whatever is found, evicted or edited, the answer is the library's.
+"""Every family through the engine: whatever is found or edited, the answer is the library's.
 
 The models are those of tests/goldens, in float32 at temperature 0. What the library computes of
 them is held against transformers in tests/models.
