@@ -1,16 +1,13 @@
-"""What the family of models needs to know of one member, read from either file format."""
+"""What the models need to know of one of them; config_hf and config_gguf read it from files."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvfunc.models.moe import MoE
 from kvfunc.rope import Rope
 
-# Fields of a GGUF file that say nothing about the computation.
-_HARMLESS_GGUF = {"rope.scaling.finetuned", "tensor_data_layout"}
 REQUIRED = object()  # in the place of a default
 
 
@@ -104,84 +101,6 @@ class ModelConfig:
         """The rotary embedding of a layer."""
         local = self.window_rope is not None and self.has_window(layer)
         return self.window_rope if local else self.rope
-
-    @classmethod
-    def from_gguf(cls, fields: Mapping[str, Any], *, tied: bool,
-                  rope_factors: Sequence[float] | None = None) -> ModelConfig:
-        """Read the metadata of a GGUF file whose `general.architecture` is "llama".
-
-        Args:
-          fields: metadata by name, as plain Python values.
-          tied: whether the file lacks `output.weight`.
-          rope_factors: the tensor `rope_freqs.weight`, which divides the frequencies
-            (that is how Llama 3's scaling is stored); None where the file has none.
-
-        Raises:
-          ValueError: for another architecture, a field under `llama.` that is not understood, a
-            missing field or a value that cannot be; the message names it.
-        """
-        kind = fields.get("general.architecture")
-        if kind != "llama":
-            raise ValueError(f"general.architecture is {kind!r}; the only supported one is 'llama' "
-                             "(Llama, SmolLM2 and Mistral)")
-        own = {name.removeprefix("llama."): value for name, value in fields.items()
-               if name.startswith("llama.")}
-        if "vocab_size" not in own and "tokenizer.ggml.tokens" in fields:
-            own["vocab_size"] = len(fields["tokenizer.ggml.tokens"])
-
-        def take(name: str, default: Any = REQUIRED) -> int:
-            return integer(f"llama.{name}", own.pop(name, None), default, "the GGUF file")
-
-        width, heads = take("embedding_length"), take("attention.head_count")
-        context_length = take("context_length")
-        head_dim = take("attention.key_length", width // max(heads, 1))
-        value_dim = take("attention.value_length", head_dim)
-        if value_dim != head_dim:
-            raise ValueError(f"llama.attention.value_length is {value_dim} and the keys have "
-                             f"{head_dim} dims; they must be equal")
-        eps = "attention.layer_norm_rms_epsilon"
-        config = cls(
-            vocab_size=take("vocab_size"), width=width, layers=take("block_count"), heads=heads,
-            kv_heads=take("attention.head_count_kv", heads), head_dim=head_dim,
-            mlp_width=take("feed_forward_length"),
-            norm_eps=number(f"llama.{eps}", own.pop(eps, None), "the GGUF file"), tied=tied,
-            rope=_gguf_rope(own, take("rope.dimension_count", head_dim), context_length,
-                            rope_factors),
-            context_length=context_length, window=take("attention.sliding_window", 0) or None)
-        unknown = sorted(f"llama.{name}" for name in own.keys() - _HARMLESS_GGUF)
-        if unknown:
-            raise ValueError(f"the GGUF file sets {', '.join(unknown)}, which is not supported: "
-                             "use a model without it")
-        return config
-
-
-def _gguf_rope(own: dict[str, Any], rotary_dim: int, context_length: int,
-               rope_factors: Sequence[float] | None) -> Rope:
-    """Take the RoPE fields out of `own`."""
-    theta = own.pop("rope.freq_base", 10_000.0)
-    kind = own.pop("rope.scaling.type", "linear")
-    factor = own.pop("rope.scaling.factor", None) or own.pop("rope.scale_linear", None) or 1.0
-    original = own.pop("rope.scaling.original_context_length", None) or context_length
-    betas = {name: own.pop(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")
-             if f"rope.scaling.yarn_{name}" in own}
-    if kind == "none":
-        rope = Rope.default(rotary_dim, theta)
-    elif kind == "linear":
-        rope = Rope.linear(rotary_dim, theta, factor=factor)
-    elif kind == "yarn":
-        rope = Rope.yarn(rotary_dim, theta, factor=factor, original_context=original, **betas)
-    else:
-        raise ValueError(f"llama.rope.scaling.type {kind!r} is not supported; supported are none, "
-                         "linear and yarn")
-    # Unlike attention_factor in a config.json this multiplies YaRN's own magnitude.
-    magnitude = rope.magnitude * own.pop("rope.scaling.attn_factor", 1.0)
-    inv_freq = rope.inv_freq
-    if rope_factors is not None:
-        if len(rope_factors) != len(inv_freq):
-            raise ValueError(f"rope_freqs.weight has {len(rope_factors)} factors and the model "
-                             f"rotates {len(inv_freq)} pairs of dims; they must be equal")
-        inv_freq = tuple(f / float(by) for f, by in zip(inv_freq, rope_factors, strict=True))
-    return dataclasses.replace(rope, inv_freq=inv_freq, magnitude=magnitude)
 
 
 def integer(name: str, value: Any, default: Any, where: str) -> int:

@@ -1,4 +1,4 @@
-"""Weights and configuration of a Llama-family model from one GGUF file."""
+"""Weights and configuration of a model from one GGUF file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import gguf
 import numpy as np
 
 from .config import ModelConfig
-from .params import Params, Place, Progress, Source, check, fill, shapes
+from .config_gguf import config_from_gguf
+from .names_gguf import sources_of
+from .params import Params, Place, Progress, Source, check, fill
 
-_TOP = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
-_LAYER = {
-    "attn_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
-    "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -34,7 +31,7 @@ class _Reader(gguf.GGUFReader):
 def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
               progress: Progress | None = None,
               quantization: str | None = None) -> tuple[ModelConfig, Params]:
-    """Load a GGUF file of architecture "llama", dequantised.
+    """Load a GGUF file, dequantised.
 
     Args:
       path: the file, or the reader that has it open already (opening takes seconds where the
@@ -50,18 +47,17 @@ def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
       ValueError: for another architecture, and for tensors that are missing, unknown, of the wrong
         shape or of a type that cannot be read, by name.
     """
-    config, tensors = _checked(path if isinstance(path, gguf.GGUFReader) else open_gguf(path))
+    config, sources, tensors = _checked(
+        path if isinstance(path, gguf.GGUFReader) else open_gguf(path))
 
     def read(place: Place) -> np.ndarray:
-        weight = _dequantize(tensors[_name(place)])
-        match place.module:
-            case "q":
-                return _half_split(weight, config.heads, config.rope.rotary_dim)
-            case "k":
-                return _half_split(weight, config.kv_heads, config.rope.rotary_dim)
-        return weight
+        source = sources[place]
+        return source.make(*(_dequantize(tensors[name]) for name in source.tensors))
 
-    return config, fill(config, _name, read, dtype, progress, quantization)
+    def name(place: Place) -> str:
+        return next(iter(sources[place].tensors))
+
+    return config, fill(config, name, read, dtype, progress, quantization)
 
 
 def inspect_gguf(path: str | os.PathLike[str]) -> ModelConfig:
@@ -73,15 +69,19 @@ def inspect_gguf(path: str | os.PathLike[str]) -> ModelConfig:
     return _checked(open_gguf(path))[0]
 
 
-def _checked(reader: gguf.GGUFReader) -> tuple[ModelConfig, dict[str, gguf.ReaderTensor]]:
+def _checked(reader: gguf.GGUFReader) -> tuple[
+        ModelConfig, dict[Place, Source], dict[str, gguf.ReaderTensor]]:
+    """A file that has been checked: what of which tensors, and these."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(_ROPE_FACTORS, None)
-    config = ModelConfig.from_gguf(
-        _fields(reader), tied=_name(Place(None, "head")) not in tensors,
+    fields = _fields(reader)
+    config = config_from_gguf(
+        fields, tied="output.weight" not in tensors,
         rope_factors=None if factors is None else _dequantize(factors).ravel().tolist())
-    check({place: Source({_name(place): shape}) for place, shape in shapes(config).items()},
-          {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()})
-    return config, tensors
+    found = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
+    sources = sources_of(config, fields["general.architecture"], found)
+    check(sources, found)
+    return config, sources, tensors
 
 
 def open_gguf(path: str | os.PathLike[str]) -> gguf.GGUFReader:
@@ -101,14 +101,11 @@ def open_gguf(path: str | os.PathLike[str]) -> gguf.GGUFReader:
     return reader
 
 
-def _name(place: Place) -> str:
-    layer, module, _ = place
-    return f"{_TOP[module]}.weight" if layer is None else f"blk.{layer}.{_LAYER[module]}.weight"
-
-
 def _fields(reader: gguf.GGUFReader) -> dict[str, Any]:
+    architecture = reader.get_field("general.architecture")
+    own = ("general.", f"{architecture.contents()}." if architecture is not None else "general.")
     return {name: field.contents() for name, field in reader.fields.items()
-            if name.startswith(("general.", "llama.")) or name == "tokenizer.ggml.tokens"}
+            if name.startswith(own) or name == "tokenizer.ggml.tokens"}
 
 
 def _dequantize(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -117,11 +114,3 @@ def _dequantize(tensor: gguf.ReaderTensor) -> np.ndarray:
     except NotImplementedError as error:
         raise ValueError(f"{tensor.name} is stored as {tensor.tensor_type.name}, which cannot be "
                          "dequantised here: use a file of another quantisation") from error
-
-
-def _half_split(weight: np.ndarray, heads: int, rotary_dim: int) -> np.ndarray:
-    """Bring the rows of every head from (2i, 2i + 1), GGUF's order, to (i, i + rotary_dim / 2)."""
-    rows = weight.reshape(heads, -1, weight.shape[-1])  # [heads, head_dim, width]
-    pairs = rows[:, :rotary_dim].reshape(heads, rotary_dim // 2, 2, -1)
-    rotated = pairs.swapaxes(1, 2).reshape(heads, rotary_dim, -1)
-    return np.concatenate([rotated, rows[:, rotary_dim:]], axis=1).reshape(weight.shape)

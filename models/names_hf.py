@@ -12,7 +12,7 @@ from collections.abc import Collection
 import numpy as np
 
 from .config import ModelConfig
-from .params import Place, Source, shapes
+from .params import Place, Source, rows_in, shapes
 
 _NAMES = {
     "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
@@ -74,11 +74,8 @@ def _source(wanted: dict[Place, tuple[int, ...]], place: Place, kind: str,
     suffix = f".{leaf}" if leaf else ""
     for fused, modules in _FUSED.get(kind, {}).items():
         if module in modules:
-            sizes = [wanted[place._replace(module=other)][0] for other in modules]
-            start = sum(sizes[:modules.index(module)])
-            rows = slice(start, start + shape[0])
-            return Source({f"{prefix}{fused}{suffix}": (sum(sizes), *shape[1:])},
-                          operator.itemgetter(rows))
+            whole, rows = rows_in(wanted, place, modules)
+            return Source({prefix + fused + suffix: whole}, operator.itemgetter(rows))
     if kind == "gpt_oss" and module.startswith("experts_"):
         return _of_gpt_oss(f"{prefix}mlp.experts.", module, leaf, shape, found)
     if "{}" in names[module]:

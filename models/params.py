@@ -6,7 +6,7 @@ Every matrix is stored [out, in]; the rows of Q and K are in half-split RoPE ord
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +91,14 @@ def _layer(c: ModelConfig, index: int) -> dict[tuple[str, str], tuple[int, ...]]
     if c.gemma_norms:
         add("mlp_post_norm", c.width)
     return table
+
+
+def rows_in(wanted: Mapping[Place, tuple[int, ...]], place: Place,
+            modules: Sequence[str]) -> tuple[tuple[int, ...], slice]:
+    """The shape of a tensor with the rows of several modules, and which are those of one place."""
+    sizes = [wanted[place._replace(module=module)][0] for module in modules]
+    start, count = sum(sizes[:modules.index(place.module)]), wanted[place][0]
+    return (sum(sizes), *wanted[place][1:]), slice(start, start + count)
 
 
 def check(sources: Mapping[Place, Source], found: Mapping[str, tuple[int, ...]]) -> None:

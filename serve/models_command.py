@@ -69,12 +69,11 @@ def models(
 def _list(console: Console) -> None:
     from kvfunc.models.config_hf import FAMILIES
 
-    table = Table("models", "model_type", "files", box=None)
+    table = Table("models", "model_type", box=None)
     for kind, family in FAMILIES.items():
-        files = "folder, GGUF" if kind in ("llama", "mistral") else "folder"
-        table.add_row(family.models, kind, files)
+        table.add_row(family.models, kind)
     console.print(table)
-    console.print("folder: config.json and *.safetensors, as Hugging Face has them",
+    console.print("as folders with config.json and *.safetensors, and as GGUF files",
                   highlight=False)
 
 
