@@ -111,6 +111,8 @@ def _qwen3_moe(config: Json, base: ModelConfig) -> dict[str, Any]:
 def _gpt_oss(config: Json, base: ModelConfig) -> dict[str, Any]:
     _silu(config)
     _must_be(config, "attention_bias", True)
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        raise ValueError("config.json of a gpt_oss model lacks rope_scaling: add its YaRN")
     _must_be(config, "swiglu_limit", 7.0, default=7.0)
     moe = MoE(_size(config, "num_local_experts"), _size(config, "num_experts_per_tok"),
               base.mlp_width, "softmax_of_chosen", biases=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvfunc.attention import segment_attention
 from kvfunc.linear import product
@@ -34,7 +34,7 @@ class Matrix(nn.Module):
     bias: bool = False
 
     @nn.compact
-    def __call__(self) -> dict[str, Float[Array, "*experts out in"] | Quantized]:
+    def __call__(self) -> dict[str, Shaped[Array, "*experts out in"] | Quantized]:
         """The parameters: `weight`, and `bias` where there is one."""
         found = {"weight": self.param("weight", self.initial, self.shape, self.dtype)}
         if self.bias:

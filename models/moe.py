@@ -10,15 +10,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvfunc.linear import product
 from kvfunc.quantize import Quantized
+from kvfunc.storage import with_numbers
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+TILE = 16  # rows
 _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[0])
@@ -105,7 +108,8 @@ def mixed(moe: MoE, activation: str, x: Float[Array, "n in"], chosen: Int[Array,
       chosen: int32, experts of each.
       weights: of their outputs.
       params: `gate` and `up` [experts, width, in] and `down` [experts, in, width], each a dict
-        with `weight` and, where there are biases, `bias`.
+        with `weight`, which may be the bits of bfloat16 (`storage.fastest_dtype`), and, where
+        there are biases, `bias`.
     """
     count = chosen.shape[0]
     expert = chosen.reshape(-1)  # of each (token, choice)
@@ -127,7 +131,7 @@ def dense(moe: MoE, activation: str, x: Float[Array, "n in"], chosen: Int[Array,
           weights: Float[Array, "n chosen"], params: dict) -> Float[Array, "n in"]:
     """As `mixed`, by asking every expert about every token: the reference."""
     def times(rows: Array, name: str) -> Array:
-        weight = params[name]["weight"]
+        weight = with_numbers(params[name]["weight"])
         weight = weight.numbers() if isinstance(weight, Quantized) else weight.astype(jnp.float32)
         out = jnp.einsum("eni,eoi->eno", rows.astype(jnp.float32), weight)
         bias = params[name].get("bias")
@@ -148,10 +152,58 @@ def router_logits(x: Float[Array, "n in"], weight: Float[Array, "experts in"],
     return logits if bias is None else logits + bias.astype(jnp.float32)[None]
 
 
-def _grouped(x: Float[Array, "n in"], weight: Float[Array, "experts out in"] | Quantized,
+def _grouped(x: Float[Array, "n in"], weight: Shaped[Array, "experts out in"] | Quantized,
              sizes: Int[Array, " experts"], expert: Int[Array, " n"]) -> Float[Array, "n out"]:
     """Each row times its expert's matrix, float32; rows stand by expert, `sizes` of each."""
-    values = weight.values.astype(x.dtype) if isinstance(weight, Quantized) else weight
-    out = lax.ragged_dot_general(x, values, sizes, _ROWS_BY_GROUP,
-                                 preferred_element_type=jnp.float32)
-    return out * weight.scales[expert] if isinstance(weight, Quantized) else out
+    if isinstance(weight, Quantized):
+        return _products(x, weight.values, sizes) * weight.scales[expert]
+    return _products(x, weight, sizes)
+
+
+@jax.custom_vjp
+def _products(x: Array, weight: Array, sizes: Array) -> Array:
+    return lax.platform_dependent(x, weight, sizes, cpu=by_tiles, default=by_groups)
+
+
+def _forward(x, weight, sizes):
+    return _products(x, weight, sizes), (x, weight, sizes)
+
+
+def _backward(residuals, cotangent):
+    x, weight, sizes = residuals
+    pull = jax.vjp(lambda x, weight: by_groups(x, weight, sizes), x, weight)[1]
+    return *pull(cotangent), np.zeros(sizes.shape, jax.dtypes.float0)
+
+
+_products.defvjp(_forward, _backward)
+
+
+def by_groups(x: Float[Array, "n in"], weight: Shaped[Array, "experts out in"],
+              sizes: Int[Array, " experts"]) -> Float[Array, "n out"]:
+    """Each row times its group's matrix, by XLA's grouped product."""
+    return lax.ragged_dot_general(x, with_numbers(weight).astype(x.dtype), sizes, _ROWS_BY_GROUP,
+                                  preferred_element_type=jnp.float32)
+
+
+def by_tiles(x: Float[Array, "n in"], weight: Shaped[Array, "experts out in"],
+             sizes: Int[Array, " experts"]) -> Float[Array, "n out"]:
+    """The same a few rows at a time, each tile with one matrix: for CPUs.
+
+    There XLA multiplies every row with every matrix. It also converts all of a bfloat16 array
+    to read a part of it, so give the bits. Tiles are made in order, so that what one
+    writes beyond its group is overwritten by those of the next.
+    """
+    tiles, first = -(-sizes // TILE), jnp.cumsum(sizes) - sizes
+    stop = jnp.cumsum(tiles)
+    padded = jnp.pad(x, ((0, TILE), (0, 0)))
+
+    def one(tile, made):
+        group = jnp.searchsorted(stop, tile, side="right")
+        row = first[group] + (tile - stop[group] + tiles[group]) * TILE
+        matrix = lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        matrix = with_numbers(matrix).astype(x.dtype)
+        out = product(lax.dynamic_slice_in_dim(padded, row, TILE), matrix, jnp.float32)
+        return lax.dynamic_update_slice_in_dim(made, out, row, 0)
+
+    made = jnp.zeros((x.shape[0] + TILE, weight.shape[1]), jnp.float32)
+    return lax.fori_loop(0, stop[-1], one, made)[:x.shape[0]]

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvfunc.quantize import Quantized, quantize
+from kvfunc.storage import fastest_dtype
 
 from .config import ModelConfig
 
@@ -169,6 +170,8 @@ def fill(config: ModelConfig, name: Callable[[Place], str], read: Callable[[Plac
         weight = read(place)
         if quantization and _is_matrix(place, weight.shape):
             parent[key] = _rows_to_int8(_array(weight, np.dtype(np.float32)))
+        elif leaf == "weight" and module.startswith("experts_"):
+            parent[key] = _array(weight, dtype).view(fastest_dtype(dtype))
         else:  # the correction decides between scores that are close
             parent[key] = _array(weight, np.float32 if module == "correction" else dtype)
         if progress is not None:

@@ -15,7 +15,7 @@ from kvfunc.models.load import load
 from kvfunc.models.load_hf import load_hf
 from kvfunc.serve.engine import Engine
 from kvfunc.serve.interface import End, Job, Sampling
-from kvfunc.storage import KV
+from kvfunc.storage import KV, fastest_dtype
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/expected.npz"))
@@ -69,6 +69,16 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
         start = len(model.tokens) + len(greedy) - 1
         greedy.append(int(model.run(np.array(greedy[-1:]), [1], start)[-1].argmax()))
     assert greedy == expected["greedy"].tolist()
+
+
+def test_experts_in_bfloat16_are_near():
+    config, params = load_hf(GOLDENS / "qwen3_moe", jnp.bfloat16)
+    assert params["layer_1"]["experts_up"]["weight"].dtype == fastest_dtype(jnp.bfloat16)
+    model = Golden("qwen3_moe")
+    model.params, model.network = params, Llama(config, jnp.bfloat16)
+    logits, expected = model.run(model.tokens[:160], [160]), model.expected["logits"][:7]
+    found = logits[model.expected["positions"][:7]]
+    assert np.sqrt(np.square(found - expected).mean()) < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize("chunks", [[160, 160, 160, 120], [1, 7, 8, 9, 127, 128, 129, 63, 64, 64]])

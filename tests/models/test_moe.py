@@ -1,5 +1,7 @@
 """Experts: the grouped product against the dense one and against a loop in float64, and routing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +68,44 @@ def test_each_token_gets_its_experts(activation, biases, seed, size, data):
         found = jax.jit(way, static_argnums=(0, 1))(
             some, activation, jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(weights), params)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.integers(0, 40), min_size=4, max_size=4).filter(any))
+def test_the_two_grouped_products(dtype, sizes):
+    x = np.asarray(numbers(0, sum(sizes), IN))
+    weight = (20 * numbers(1, 4, WIDTH, IN)).astype(dtype)
+    expected = np.einsum("ni,noi->no", x.astype(np.float64),
+                         weight.astype(np.float64)[np.repeat(np.arange(4), sizes)])
+    for way in (moe.by_tiles, moe.by_groups):
+        found = way(jnp.asarray(x), jnp.asarray(weight), jnp.array(sizes, jnp.int32))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_experts_may_be_the_bits_of_bfloat16():
+    some = MoE(experts=4, chosen=2, width=WIDTH)
+    x = jnp.asarray(numbers(0, TOKENS, IN), jnp.bfloat16)
+    routed = moe.route(some, jnp.asarray(numbers(1, TOKENS, 4)))
+    bits = params_of(some, of=lambda weight: jnp.asarray(weight, jnp.bfloat16).view(jnp.uint16))
+    floats = params_of(some, of=lambda weight: jnp.asarray(weight, jnp.bfloat16))
+    expected = moe.dense(some, "silu", x, *routed, floats)
+    for params in (bits, floats):
+        np.testing.assert_allclose(moe.mixed(some, "silu", x, *routed, params), expected,
+                                   rtol=0, atol=2**-6 * np.abs(expected).max())
+
+
+def test_gradients_are_those_of_the_dense_reference():
+    some = MoE(experts=4, chosen=2, width=WIDTH, biases=True)
+    x, logits = jnp.asarray(numbers(0, TOKENS, IN)), jnp.asarray(numbers(1, TOKENS, 4))
+
+    def loss(way, x, logits, params):
+        return jnp.square(way(some, "silu", x, *moe.route(some, logits), params)).sum()
+
+    mine, theirs = (jax.jit(jax.grad(functools.partial(loss, way), (0, 1, 2)))(
+        x, logits, params_of(some)) for way in (moe.mixed, moe.dense))
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_in_int8_have_a_scale_a_row():
