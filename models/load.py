@@ -66,10 +66,17 @@ def inspect(model: str | pathlib.Path | None = None) -> ModelConfig:
     """The configuration of a model that `load` can load; no weight is read.
 
     Raises:
-      ValueError: as `load`, but for tokenizer and chat template, which are not looked at.
+      ValueError: as `load`, but for the chat template, which is not looked at.
     """
     path = embedded_path() if model is None else pathlib.Path(model)
-    return inspect_hf(path) if path.is_dir() else inspect_gguf(_file(path))
+    if path.is_dir():
+        config = inspect_hf(path)
+        Tokenizer.from_hf(path)
+    else:
+        reader = open_gguf(_file(path))
+        config = inspect_gguf(reader)
+        Tokenizer.from_gguf(reader)
+    return config
 
 
 def _file(path: pathlib.Path) -> pathlib.Path:

@@ -60,13 +60,13 @@ def load_gguf(path: str | os.PathLike[str] | gguf.GGUFReader, dtype: Any,
     return config, fill(config, name, read, dtype, progress, quantization)
 
 
-def inspect_gguf(path: str | os.PathLike[str]) -> ModelConfig:
+def inspect_gguf(reader: gguf.GGUFReader) -> ModelConfig:
     """The configuration of a file that `load_gguf` can load; no weight is read.
 
     Raises:
       ValueError: as `load_gguf`.
     """
-    return _checked(open_gguf(path))[0]
+    return _checked(reader)[0]
 
 
 def _checked(reader: gguf.GGUFReader) -> tuple[

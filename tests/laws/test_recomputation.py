@@ -80,8 +80,9 @@ every_model = pytest.mark.parametrize("model", [
     pytest.param(("llama3", jnp.bfloat16, 12, 1e-1), id="bfloat16, window"),
     # Where sums in another order cross the border of a step, a key or value differs by a step.
     pytest.param(("default", jnp.float32, None, 1e-1, jnp.int8), id="int8 KV"),
-    pytest.param(("yarn", jnp.float32, 9, 1e-5, None, "GPT-OSS"), id="as GPT-OSS"),
-    pytest.param(("linear", jnp.float32, 9, 1e-5, None, "Gemma 3"), id="as Gemma 3"),
+    # Norms that scale by two and products with biases round a little more.
+    pytest.param(("yarn", jnp.float32, 9, 5e-5, None, "GPT-OSS"), id="as GPT-OSS"),
+    pytest.param(("linear", jnp.float32, 9, 5e-5, None, "Gemma 3"), id="as Gemma 3"),
 ])
 
 

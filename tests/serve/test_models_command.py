@@ -14,6 +14,8 @@ from kvfunc.models.config_hf import FAMILIES
 from kvfunc.models.load_hf import load_hf
 from kvfunc.serve.cli import app
 
+from .fake import byte_tokenizer
+
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
 
@@ -28,8 +30,17 @@ def test_without_a_model_all_families_are_listed():
         assert f" {kind} " in result.stdout and family.models in result.stdout
 
 
+def folder_of(golden, path, **changes):
+    """A golden model with a tokenizer, and other fields in its config.json."""
+    folder = shutil.copytree(GOLDENS / golden, path / "model")
+    byte_tokenizer()._backend.save(str(folder / "tokenizer.json"))
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | changes))
+    return folder
+
+
 def test_a_folder_that_runs_and_its_memory(tmp_path):
-    folder = shutil.copytree(GOLDENS / "gpt_oss", tmp_path / "model")
+    folder = folder_of("gpt_oss", tmp_path)
     result = asked(folder, "--context", 1_000_000, "--batch", 2, "--kv-dtype", "int8")
     assert result.exit_code == 0
     assert "can be run: 3 layers of width 64, 4 heads, 2 KV heads of 24" in result.stdout
@@ -61,12 +72,15 @@ def test_the_embedded_model_is_not_loaded_for_it():
     ({"rope_scaling": {"type": "longrope"}}, "longrope"), ({"vocab_size": 63}, "has shape"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config")])
 def test_what_cannot_be_run_is_told_with_the_reason(tmp_path, changes, reason):
-    folder = shutil.copytree(GOLDENS / "default", tmp_path / "model")
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | changes))
+    folder = folder_of("default", tmp_path, **changes)
     result = asked(folder)
     assert result.exit_code == 2
     assert f"MODEL {str(folder)!r} cannot be run" in result.stderr and reason in result.stderr
+
+
+def test_a_model_without_a_tokenizer_cannot_be_run():
+    result = asked(GOLDENS / "default")
+    assert result.exit_code == 2 and "no tokenizer.json" in result.stderr
 
 
 def test_no_such_file():
