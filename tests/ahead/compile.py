@@ -114,9 +114,9 @@ def attention(case: Attention, implementation: str) -> tuple[Any, tuple[Any, ...
 def step(case: Step, implementation: str) -> tuple[Any, tuple[Any, ...]]:
     """The engine's jitted step and its arguments."""
     config, params = case.config, {}
-    for (layer, module), shape in shapes(config).items():
+    for (layer, module, leaf), shape in shapes(config).items():
         parent = params if layer is None else params.setdefault(f"layer_{layer}", {})
-        parent[module] = {"weight": numbers(*shape, dtype=jnp.bfloat16)}
+        parent[module] = {leaf: numbers(*shape, dtype=jnp.bfloat16)}
     args = (params, pool(case, case.layers, config, "bfloat16"), numbers(4, case.queries),
             numbers(len(Rows.COLUMNS), case.rows), numbers(16))
     network = Llama(config, jnp.bfloat16, implementation)
