@@ -103,6 +103,11 @@ class ModelConfig:
         return self.window_rope if local else self.rope
 
 
+def all_but_each(every: int, layers: int) -> tuple[bool, ...]:
+    """True for all layers but each `every`th."""
+    return tuple((layer + 1) % every != 0 for layer in range(layers))
+
+
 def integer(name: str, value: Any, default: Any, where: str) -> int:
     """A field that must be one integer, or its default; without one the field must be there."""
     if value is None:

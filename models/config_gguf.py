@@ -13,7 +13,7 @@ from typing import Any
 
 from kvfunc.rope import Rope
 
-from .config import REQUIRED, ModelConfig, integer, number
+from .config import REQUIRED, ModelConfig, all_but_each, integer, number
 from .moe import MoE
 
 WHERE = "the GGUF file"
@@ -142,9 +142,9 @@ def _gemma(own: _Own, base: ModelConfig, largest: int) -> dict[str, Any]:
 def _windows(own: _Own, base: ModelConfig, every: int) -> dict[str, Any]:
     """A window in all layers but each `every`th."""
     pattern = own.get("attention.sliding_window_pattern", every)
-    windowed = ([bool(one) for one in pattern] if isinstance(pattern, list) else
-                [(i + 1) % pattern != 0 for i in range(base.layers)])
-    return {"window": own.size("attention.sliding_window"), "windowed": tuple(windowed)}
+    windowed = (tuple(map(bool, pattern)) if isinstance(pattern, list) else
+                all_but_each(pattern, base.layers))
+    return {"window": own.size("attention.sliding_window"), "windowed": windowed}
 
 
 def _experts(own: _Own, **kwargs: Any) -> dict[str, Any]:

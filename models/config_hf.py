@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfunc.rope import Rope
 
-from .config import REQUIRED, ModelConfig, integer, number
+from .config import REQUIRED, ModelConfig, all_but_each, integer, number
 from .moe import MoE
 
 Json = Mapping[str, Any]
@@ -117,7 +117,7 @@ def _gpt_oss(config: Json, base: ModelConfig) -> dict[str, Any]:
     moe = MoE(_size(config, "num_local_experts"), _size(config, "num_experts_per_tok"),
               base.mlp_width, "softmax_of_chosen", biases=True)
     return {"biases": "qkvo", "sinks": True, "activation": "clamped_swiglu", "moe": moe} | _windows(
-        config, base, [(i + 1) % 2 == 1 for i in range(base.layers)])
+        config, base, all_but_each(2, base.layers))
 
 
 def _minimax_m2(config: Json, base: ModelConfig) -> dict[str, Any]:
@@ -136,15 +136,11 @@ def _minimax_rope(config: Json) -> dict[str, Any]:
     return {"partial_rotary_factor": config["rotary_dim"] / _size(config, "head_dim")}
 
 
-def _phi3(config: Json, base: ModelConfig) -> dict[str, Any]:
-    return _mistral(config, base)
-
-
 def _gemma2(config: Json, base: ModelConfig) -> dict[str, Any]:
     return _gemma(config, base) | {
         "softcap": config.get("attn_logit_softcapping"),
         "logit_softcap": config.get("final_logit_softcapping"),
-    } | _windows(config, base, [(i + 1) % 2 == 1 for i in range(base.layers)])
+    } | _windows(config, base, all_but_each(2, base.layers))
 
 
 def _gemma3(config: Json, base: ModelConfig) -> dict[str, Any]:
@@ -156,7 +152,7 @@ def _gemma3(config: Json, base: ModelConfig) -> dict[str, Any]:
     local["rope_theta"] = config.get("rope_local_base_freq", 10_000.0)
     return _gemma(config, base) | {
         "qk_norm": "head", "window_rope": Rope.from_config(local, layer_type=_SLIDING),
-    } | _windows(config, base, [(i + 1) % pattern != 0 for i in range(base.layers)])
+    } | _windows(config, base, all_but_each(pattern, base.layers))
 
 
 def _gemma(config: Json, base: ModelConfig) -> dict[str, Any]:
@@ -172,7 +168,7 @@ def _qwen_window(config: Json, base: ModelConfig) -> dict[str, Any]:
     if not config.get("use_sliding_window"):
         return {}
     first = _size(config, "max_window_layers")
-    return _windows(config, base, [i >= first for i in range(base.layers)])
+    return _windows(config, base, tuple(i >= first for i in range(base.layers)))
 
 
 def _qwen_experts(config: Json, **kwargs: Any) -> dict[str, Any]:
@@ -184,7 +180,7 @@ def _qwen_experts(config: Json, **kwargs: Any) -> dict[str, Any]:
         _size(config, "num_hidden_layers")))}
 
 
-def _windows(config: Json, base: ModelConfig, default: list[bool]) -> dict[str, Any]:
+def _windows(config: Json, base: ModelConfig, default: tuple[bool, ...]) -> dict[str, Any]:
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [_SLIDING if windowed else _FULL for windowed in default]
@@ -248,7 +244,7 @@ FAMILIES = {
                       mxfp4=True),
     "minimax_m2": Family("MiniMax-M2", "MiniMaxM2ForCausalLM", _minimax_m2, _HEADS,
                          rope=_minimax_rope),
-    "phi3": Family("Phi-3-mini-4k", "Phi3ForCausalLM", _phi3, _WINDOW),
+    "phi3": Family("Phi-3-mini-4k", "Phi3ForCausalLM", _mistral, _WINDOW),
     "gemma2": Family("Gemma 2", "Gemma2ForCausalLM", _gemma2, (*_HEADS, "sliding_window"),
                      tied=True),
     "gemma3_text": Family("Gemma 3, text only", "Gemma3ForCausalLM", _gemma3,

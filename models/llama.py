@@ -119,7 +119,7 @@ class Layer(nn.Module):
         router = self._matrix("router", some.experts, h.shape[1], some.biases)
         correction = self.param("correction", nn.initializers.zeros, (some.experts,),
                                 jnp.float32) if some.corrected else None
-        logits = moe.router_logits(h, router["weight"], router.get("bias"), self.dtype)
+        logits = moe.router_logits(h, router["weight"], router.get("bias"))
         chosen, weights = moe.route(some, logits, correction)
         shapes = {"gate": (some.width, h.shape[1]), "up": (some.width, h.shape[1]),
                   "down": (h.shape[1], some.width)}

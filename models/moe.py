@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvfunc.linear import product
@@ -145,10 +144,9 @@ def dense(moe: MoE, activation: str, x: Float[Array, "n in"], chosen: Int[Array,
 
 
 def router_logits(x: Float[Array, "n in"], weight: Float[Array, "experts in"],
-                  bias: Float[Array, " experts"] | None,
-                  dtype: DTypeLike) -> Float[Array, "n experts"]:
+                  bias: Float[Array, " experts"] | None) -> Float[Array, "n experts"]:
     """In float32 from the first sum on."""
-    logits = product(x, weight.astype(dtype), jnp.float32)
+    logits = product(x, weight, jnp.float32)
     return logits if bias is None else logits + bias.astype(jnp.float32)[None]
 
 

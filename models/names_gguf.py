@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 
 import numpy as np
 
 from .config import ModelConfig
-from .params import Place, Source, rows_in, shapes
+from .params import Place, Source, from_rows, shapes
 
 _NAMES = {
     "embed": "token_embd", "norm": "output_norm", "head": "output", "attn_norm": "attn_norm",
@@ -41,10 +40,9 @@ def _source(config: ModelConfig, wanted: dict[Place, tuple[int, ...]], place: Pl
     layer, module, leaf = place
     prefix = "" if layer is None else f"blk.{layer}."
     suffix = f".{leaf}" if leaf else ""
-    for fused, modules in _FUSED.get(kind, {}).items():
-        if module in modules:
-            shape, rows = rows_in(wanted, place, modules)
-            return Source({prefix + fused + suffix: shape}, operator.itemgetter(rows))
+    fused = from_rows(wanted, place, _FUSED.get(kind, {}), lambda name: prefix + name + suffix)
+    if fused is not None:
+        return fused
     name = prefix + (_NAMES | _OTHER_NAMES.get(kind, {}))[module] + suffix
     if module == "shared_router":  # a vector, or a matrix of one row
         shape = wanted[place]

@@ -6,13 +6,12 @@ matrix (Phi-3), one matrix for each expert (Qwen, MiniMax-M2), and all experts i
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 
 import numpy as np
 
 from .config import ModelConfig
-from .params import Place, Source, rows_in, shapes
+from .params import Place, Source, from_rows, shapes
 
 _NAMES = {
     "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
@@ -72,10 +71,9 @@ def _source(wanted: dict[Place, tuple[int, ...]], place: Place, kind: str,
     names, shape = _NAMES | _OTHER_NAMES.get(kind, {}), wanted[place]
     prefix = "" if layer is None else f"model.layers.{layer}."
     suffix = f".{leaf}" if leaf else ""
-    for fused, modules in _FUSED.get(kind, {}).items():
-        if module in modules:
-            whole, rows = rows_in(wanted, place, modules)
-            return Source({prefix + fused + suffix: whole}, operator.itemgetter(rows))
+    fused = from_rows(wanted, place, _FUSED.get(kind, {}), lambda name: prefix + name + suffix)
+    if fused is not None:
+        return fused
     if kind == "gpt_oss" and module.startswith("experts_"):
         return _of_gpt_oss(f"{prefix}mlp.experts.", module, leaf, shape, found)
     if "{}" in names[module]:

@@ -6,6 +6,7 @@ Every matrix is stored [out, in]; the rows of Q and K are in half-split RoPE ord
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -94,12 +95,23 @@ def _layer(c: ModelConfig, index: int) -> dict[tuple[str, str], tuple[int, ...]]
     return table
 
 
-def rows_in(wanted: Mapping[Place, tuple[int, ...]], place: Place,
-            modules: Sequence[str]) -> tuple[tuple[int, ...], slice]:
-    """The shape of a tensor with the rows of several modules, and which are those of one place."""
-    sizes = [wanted[place._replace(module=module)][0] for module in modules]
-    start, count = sum(sizes[:modules.index(place.module)]), wanted[place][0]
-    return (sum(sizes), *wanted[place][1:]), slice(start, start + count)
+def from_rows(wanted: Mapping[Place, tuple[int, ...]], place: Place,
+              fused: Mapping[str, Sequence[str]], spell: Callable[[str], str]) -> Source | None:
+    """The source of a place whose rows stand in a tensor beside those of others; or None.
+
+    Args:
+      wanted: shape of every parameter.
+      place: the place.
+      fused: of each such tensor the modules, in order of their rows.
+      spell: makes a tensor's name in the file.
+    """
+    for whole, modules in fused.items():
+        if place.module in modules:
+            sizes = [wanted[place._replace(module=module)][0] for module in modules]
+            start, count = sum(sizes[:modules.index(place.module)]), wanted[place][0]
+            return Source({spell(whole): (sum(sizes), *wanted[place][1:])},
+                          operator.itemgetter(slice(start, start + count)))
+    return None
 
 
 def check(sources: Mapping[Place, Source], found: Mapping[str, tuple[int, ...]]) -> None:

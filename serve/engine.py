@@ -181,14 +181,15 @@ class Engine:
 
     def stats(self) -> dict[str, int | float]:
         """What runs, what the pool holds, and the counters; any thread may ask."""
+        sharing = self.sharing
+        readers, of_readers = (0, 0) if sharing is None else (len(sharing), sharing.bytes)
         with self._lock:
             pages = self.scheduler.pages
             waiting = len(self.scheduler.waiting) + self._inbox.qsize()
             return {"running": len(self.scheduler.running), "waiting": waiting,
                     "free_pages": pages.free, "held_pages": pages.held,
                     "evictable_pages": pages.evictable, **dataclasses.asdict(self.counters),
-                    "readers": len(self.sharing or ()),
-                    "reader_bytes": self.sharing.bytes if self.sharing is not None else 0,
+                    "readers": readers, "reader_bytes": of_readers,
                     "compilations": self.compilations, "host_seconds": self.seconds.host,
                     "device_seconds": self.seconds.device}
 

@@ -303,7 +303,8 @@ class Sharing:
 
     def __len__(self) -> int:
         """How many readers have learned something."""
-        return sum(reader.texts > 0 for reader in self._readers.values())
+        with self._lock:
+            return sum(reader.texts > 0 for reader in self._readers.values())
 
     @property
     def bytes(self) -> int:
